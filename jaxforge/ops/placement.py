@@ -1,6 +1,7 @@
 """How models ask for shardings without knowing the mesh."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,16 @@ class Placement:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(names))
 
+    def reshard(self, x: jax.Array, before: Names, after: Names) -> jax.Array:
+        """Lays out `x` as `after`; its cotangent is laid out as `before`.
+
+        A plain constraint would also bind the cotangent to `after`: where the cotangent is a partial sum, that is an
+        all-reduce and a slice instead of a reduce-scatter.
+        """
+        if not self.manual_axes:
+            return x
+        return _reshard(self, before, after, x)
+
     def island(self, f: Callable, in_names: Sequence[Names], out_names: Any) -> Callable:
         """`f` made manual over the tensor axes: it sees local shards, and reduces over `axes(name)` itself.
 
@@ -52,5 +63,20 @@ class Placement:
             check_vma=False,
         )
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _reshard(placement: Placement, before: Names, after: Names, x: jax.Array) -> jax.Array:
+    return placement.constrain(x, after)
+
+
+def _reshard_forward(placement, before, after, x):
+    return placement.constrain(x, after), None
+
+
+def _reshard_backward(placement, before, after, _, dy):
+    return (placement.constrain(dy, before),)
+
+
+_reshard.defvjp(_reshard_forward, _reshard_backward)
 
 SINGLE_DEVICE = Placement()

@@ -1,0 +1,54 @@
+"""Numbers that follow from the config, so that each formula is written once.
+
+All of them assume a config that `validate` accepts.
+"""
+
+from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig, ModelConfig
+
+
+def padded_vocab_size(decoder: DecoderConfig) -> int:
+    """Rows of the embedding and of the output head: the vocabulary padded to a multiple that no layout changes."""
+    multiple = decoder.make_vocab_size_divisible_by
+    return -(-decoder.vocab_size // multiple) * multiple
+
+
+def encoder_tensor_parallel_size(config: Config) -> int:
+    """Devices that share each encoder layer and the projector; the decoder's where unset or without an encoder."""
+    encoder = config.model.encoder
+    if encoder is None or encoder.tensor_model_parallel_size is None:
+        return config.parallel.tensor_model_parallel_size
+    return encoder.tensor_model_parallel_size
+
+
+def data_parallel_size(config: Config, num_devices: int) -> int:
+    """What remains of the devices beside model parallelism."""
+    return num_devices // config.parallel.tensor_model_parallel_size
+
+
+def num_microbatches(config: Config, num_devices: int) -> int:
+    """Microbatches that each data parallel rank computes in an optimizer step."""
+    rows_at_once = config.train.micro_batch_size * data_parallel_size(config, num_devices)
+    return config.train.global_batch_size // rows_at_once
+
+
+def merged_patch_width(encoder: EncoderConfig) -> int:
+    """Features of the square of patches that becomes one visual token: the projector's input."""
+    return encoder.hidden_size * encoder.spatial_merge_size**2
+
+
+def projector_ffn_hidden_size(model: ModelConfig) -> int:
+    """The projector's inner width; the model has an encoder."""
+    assert model.encoder is not None and model.projector is not None
+    return model.projector.ffn_hidden_size or merged_patch_width(model.encoder)
+
+
+def patches_per_full_image(encoder: EncoderConfig) -> int:
+    """Patches of an image of `image_size`, each side rounded down to whole visual tokens."""
+    token_side = encoder.patch_size * encoder.spatial_merge_size
+    height, width = encoder.image_size
+    return (height // token_side) * (width // token_side) * encoder.spatial_merge_size**2
+
+
+def lr_decay_iters(config: Config) -> int:
+    """The step at which the learning rate reaches `min_lr`."""
+    return config.optimizer.lr_decay_iters or config.train.steps

@@ -1,0 +1,110 @@
+"""Refuses a config that can't run on these devices, asks for what isn't built, or sets what would have no effect.
+
+A rule is a generator of messages: it yields one for each way in which the config breaks it.  The first message of the
+first broken rule is raised, so a rule may rely on those before it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxforge.config.errors import ConfigError
+from jaxforge.config.model_rules import MODEL_RULES
+from jaxforge.config.run_rules import DEVICE_RULES, PLATFORM_RULES, RUN_RULES
+from jaxforge.config.schema import Config
+
+_AT_LEAST_ONE = {
+    "model.decoder": (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "vocab_size", "make_vocab_size_divisible_by", "rope_scaling_original_max_position_embeddings", "mrope_section",
+    ),
+    "model.encoder": (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "in_channels",
+        "patch_size", "temporal_patch_size", "spatial_merge_size", "image_size", "window_size",
+        "tensor_model_parallel_size", "recompute_num_layers",
+    ),
+    "model.projector": ("ffn_hidden_size",),
+    "parallel": ("tensor_model_parallel_size",),
+    "memory": ("recompute_num_layers",),
+    "optimizer": ("lr_decay_iters", "lr_wsd_decay_iters"),
+    "data": ("max_patches_per_row", "digits_max", "eval_samples", "prefetch", "num_threads"),
+    "train": (
+        "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_every_steps", "simulated_devices",
+    ),
+    "checkpoint": ("keep",),
+}  # fmt: skip
+_AT_LEAST_ZERO = {
+    "optimizer": ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"),
+    "loss": ("z_loss_coefficient",),
+    "train": ("seed", "eval_every_steps", "max_skipped_steps"),
+    "checkpoint": ("save_every_steps",),
+}
+_ABOVE_ZERO = {
+    "model.decoder": (
+        "norm_epsilon", "rotary_base", "init_method_std", "rope_scaling_factor", "rope_scaling_low_freq_factor",
+        "rope_scaling_high_freq_factor",
+    ),
+    "model.encoder": ("norm_epsilon", "rotary_base", "init_method_std"),
+    "model.projector": ("norm_epsilon",),
+    "optimizer": ("learning_rate", "adam_eps"),
+}  # fmt: skip
+
+
+def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:
+    """Applies every rule.
+
+    Args:
+      config: what `resolve` returns.
+      num_devices: devices of the whole run, over all processes.
+      platform: JAX's name for their kind: `cpu`, or `gpu`, `cuda` or `rocm`.
+
+    Raises:
+      ConfigError: naming the fields, their values, the rule and a way out.
+    """
+    broken = (message for messages in _all_messages(config, num_devices, platform) for message in messages)
+    for message in broken:
+        raise ConfigError(message)
+
+
+def _all_messages(config: Config, num_devices: int, platform: str) -> Iterator[Iterator[str]]:
+    yield unbuilt_features_are_refused(config)
+    yield numbers_are_in_range(config)
+    yield from (rule(config) for rule in (*MODEL_RULES, *RUN_RULES))
+    yield from (rule(config, num_devices) for rule in DEVICE_RULES)
+    yield from (rule(config, platform) for rule in PLATFORM_RULES)
+
+
+def unbuilt_features_are_refused(config: Any, path: str = "") -> Iterator[str]:
+    """Every field marked `planned` in the schema is at its default."""
+    for field in dataclasses.fields(config):
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from unbuilt_features_are_refused(value, f"{name}.")
+        elif field.metadata.get("planned") and value != field.default:
+            yield f"{name}={value}: {field.metadata['planned']} isn't built yet; leave it at {field.default}"
+
+
+def numbers_are_in_range(config: Config) -> Iterator[str]:
+    """Sizes and counts are positive; a field that is None is not looked at."""
+    for name, value in _numbers(config, _AT_LEAST_ONE):
+        if value < 1:
+            yield f"{name}={value} must be at least 1"
+    for name, value in _numbers(config, _AT_LEAST_ZERO):
+        if value < 0:
+            yield f"{name}={value} must be at least 0"
+    for name, value in _numbers(config, _ABOVE_ZERO):
+        if value <= 0:
+            yield f"{name}={value} must be above 0"
+
+
+def _numbers(config: Config, table: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, float]]:
+    for path, names in table.items():
+        group: Any = config
+        for part in path.split("."):
+            group = getattr(group, part)
+        for name in names if group is not None else ():
+            value = getattr(group, name)
+            if isinstance(value, tuple):
+                yield from ((f"{path}.{name}[{i}]", element) for i, element in enumerate(value))
+            elif value is not None:
+                yield f"{path}.{name}", value

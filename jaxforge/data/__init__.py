@@ -1,0 +1,33 @@
+"""Rows of packed documents: images, positions, packing, tokenizer, sources and the loader."""
+
+from jaxforge.data.digits import DigitsSource, EvalDocument, Sample
+from jaxforge.data.loader import Batch, Loader, batch_sharding
+from jaxforge.data.packing import IGNORE, Document, pack_row
+from jaxforge.data.patches import Patches, patchify, smart_resize
+from jaxforge.data.positions import mrope_positions
+from jaxforge.data.rows import RowFormat, row_spec
+from jaxforge.data.sources import RowSource, make_source
+from jaxforge.data.synthetic import SyntheticSource
+from jaxforge.data.tokenizer import ByteTokenizer
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "ByteTokenizer",
+    "DigitsSource",
+    "Document",
+    "EvalDocument",
+    "Loader",
+    "Patches",
+    "RowFormat",
+    "RowSource",
+    "Sample",
+    "SyntheticSource",
+    "batch_sharding",
+    "make_source",
+    "mrope_positions",
+    "pack_row",
+    "patchify",
+    "row_spec",
+    "smart_resize",
+]

@@ -1,0 +1,124 @@
+"""Batches on the mesh, prepared ahead by Grain's threads."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import SupportsIndex
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxforge.cluster.mesh import DATA_AXES
+from jaxforge.config.errors import ConfigError
+from jaxforge.config.schema import Config
+from jaxforge.data.sources import RowSource
+
+Batch = dict[str, jax.Array]
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The sharding of every array of a batch [M, B, ...]: rows over data parallel ranks, the rest replicated."""
+    return NamedSharding(mesh, PartitionSpec(None, DATA_AXES))
+
+
+def local_columns(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
+    """Which of the B rows of a microbatch lie on this process's devices, in increasing order.
+
+    Raises ConfigError where `rows` doesn't divide over the data parallel ranks.
+    """
+    ranks = math.prod(mesh.shape[axis] for axis in DATA_AXES)
+    if rows % ranks:
+        raise ConfigError(f"{rows} rows of a microbatch do not divide over {ranks} data parallel ranks")
+    indices = batch_sharding(mesh).addressable_devices_indices_map((1, rows)).values()
+    return sorted({column for index in indices if index for column in range(rows)[index[1]]})
+
+
+class StepRows:
+    """The rows of each step that one process needs: a random-access source for Grain.
+
+    Element i is step `start_step + i`: arrays [M, len(columns), ...].  Row r of a step is microbatch r // B, column
+    r % B, and number `step * M * B + r` of the source, whatever the number of processes.
+    """
+
+    def __init__(
+        self, source: RowSource, columns: Sequence[int], *, microbatches: int, rows: int, start_step: int, steps: int
+    ):
+        self._source = source
+        self._columns = columns
+        self._microbatches = microbatches
+        self._rows = rows
+        self._start_step = start_step
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return max(0, self._steps - self._start_step)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
+        first = (self._start_step + int(index)) * self._microbatches * self._rows
+        numbers = [first + m * self._rows + column for m in range(self._microbatches) for column in self._columns]
+        rows = [self._source.row(number) for number in numbers]
+        shape = (self._microbatches, len(self._columns))
+        return {key: np.stack([row[key] for row in rows]).reshape(*shape, *rows[0][key].shape) for key in rows[0]}
+
+
+class Loader(Iterator):
+    """Iterates over the steps of a run from `start_step` to train.steps.
+
+    Each step gives (batch, info): the arrays of docs/architecture.md as [M, B, ...] on the mesh, and `wait_seconds`,
+    the time that the step waited for data.  A process builds only the rows that its devices hold.  Rows depend on the
+    step alone, so a resumed run, or one on other devices, reads the same.  An error in a thread is raised by `next`.
+    """
+
+    def __init__(
+        self, source: RowSource, config: Config, mesh: jax.sharding.Mesh, num_microbatches: int, start_step: int = 0
+    ):
+        rows, rest = divmod(config.train.global_batch_size, num_microbatches)
+        if rest:
+            raise ConfigError(
+                f"train.global_batch_size={config.train.global_batch_size} does not divide into {num_microbatches}"
+                " microbatches; use a multiple"
+            )
+        self._rows = rows
+        self._mesh = mesh
+        self._columns = local_columns(mesh, rows)
+        step_rows = StepRows(
+            source,
+            self._columns,
+            microbatches=num_microbatches,
+            rows=rows,
+            start_step=start_step,
+            steps=config.train.steps,
+        )
+        options = grain.ReadOptions(num_threads=config.data.num_threads, prefetch_buffer_size=config.data.prefetch)
+        self._steps = iter(grain.MapDataset.source(step_rows).to_iter_dataset(options))
+        # the first batches are ready by the time the step is compiled
+        self._steps.start_prefetch()
+
+    def __next__(self) -> tuple[Batch, dict[str, float]]:
+        start = time.perf_counter()
+        local = next(self._steps)
+        wait_seconds = time.perf_counter() - start
+        return {key: self._place(array) for key, array in local.items()}, {"wait_seconds": wait_seconds}
+
+    def close(self) -> None:
+        """Stops the threads; rows that they have begun are finished and dropped."""
+        self._steps.close()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _place(self, local: np.ndarray) -> jax.Array:
+        """This process's rows [M, local rows, ...] as its part of the global array [M, B, ...]."""
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            wanted = range(self._rows)[index[1]] if index else range(self._rows)
+            start = self._columns.index(wanted[0])  # a device's rows follow each other here too
+            return local[:, start : start + len(wanted)]
+
+        shape = (local.shape[0], self._rows, *local.shape[2:])
+        return jax.make_array_from_callback(shape, batch_sharding(self._mesh), part)

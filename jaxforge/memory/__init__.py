@@ -1,0 +1,1 @@
+"""What is recomputed in the backward pass."""

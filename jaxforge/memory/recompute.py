@@ -1,0 +1,18 @@
+"""From Megatron's recompute words to the segments of `jaxforge.models.parameters.scan_layers`."""
+
+from jaxforge.config.schema import EncoderConfig, MemoryConfig
+
+
+def recompute_segments(config: MemoryConfig | EncoderConfig, num_layers: int) -> tuple[tuple[int, int], ...]:
+    """(layers, unit) runs of a stack of `num_layers`.
+
+    full + uniform n: groups of n layers, each keeping its input alone.  full + block n: the first n layers, one by one.
+    """
+    if config.recompute_granularity is None:
+        return ((num_layers, 0),)
+    count = config.recompute_num_layers
+    if config.recompute_method == "uniform":
+        return ((num_layers, count),)
+    if count >= num_layers:
+        return ((num_layers, 1),)
+    return ((count, 1), (num_layers - count, 0))

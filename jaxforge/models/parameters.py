@@ -1,0 +1,76 @@
+"""Parameters with logical axis names, and stacks of layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Axes = tuple[str | None, ...]
+Segments = Sequence[tuple[int, int]]
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
+    """A normally distributed fp32 parameter; `axes` has one logical name per dimension."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def zeros(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes)
+
+
+def ones(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
+    return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes)
+
+
+def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """One module whose every parameter has a leading dimension of `num_layers`, named "layers"."""
+
+    def state_of(key):
+        return nnx.split(make_layer(nnx.Rngs(params=key)))[1]
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make_layer(nnx.Rngs(params=0))))
+    stacked = nnx.merge(graph, jax.vmap(state_of)(jax.random.split(rngs.params(), num_layers)))
+    for _, parameter in nnx.iter_graph(stacked):
+        if isinstance(parameter, nnx.Param):
+            parameter.set_metadata(axes=("layers", *parameter.get_metadata("axes")))
+    return stacked
+
+
+def scan_layers(
+    stacked: nnx.Module, step: Callable[[nnx.Module, Any, Any], Any], carry: Any, xs: Any, segments: Segments
+) -> Any:
+    """carry = step(layer, carry, x) for every layer in turn, compiled once per segment.
+
+    Args:
+      stacked: a module made by `stack`.
+      step: what one layer does; `x` is this layer's slice of `xs`.
+      xs: a pytree with a leading dimension of layers.
+      segments: (number of layers, unit) of consecutive runs of layers.  Unit 0 keeps activations; unit n recomputes n
+        layers at a time in the backward pass, keeping only the input of each group.
+    """
+    graph, parameters = nnx.split(stacked)
+
+    def one(carry, parameters_and_x):
+        parameters, x = parameters_and_x
+        return step(nnx.merge(graph, parameters), carry, x), None
+
+    def group(carry, parameters_and_xs):
+        return jax.lax.scan(one, carry, parameters_and_xs)
+
+    recomputed_one = jax.checkpoint(one, prevent_cse=False)
+    recomputed_group = jax.checkpoint(group, prevent_cse=False)
+    first = 0
+    whole = len(segments) == 1
+    for num_layers, unit in segments:
+        run = (parameters, xs)
+        if not whole:
+            run = jax.tree.map(lambda a, first=first, last=first + num_layers: a[first:last], run)
+        if unit <= 1:
+            carry, _ = jax.lax.scan(recomputed_one if unit else one, carry, run)
+        else:
+            grouped = jax.tree.map(lambda a, unit=unit: a.reshape(-1, unit, *a.shape[1:]), run)
+            carry, _ = jax.lax.scan(recomputed_group, carry, grouped)
+        first += num_layers
+    return carry

@@ -1,0 +1,74 @@
+"""A decoder, alone or with a vision encoder and a projector before it."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxforge.config.schema import ModelConfig
+from jaxforge.models.decoder import Decoder
+from jaxforge.models.parameters import Segments
+from jaxforge.models.projector import Projector
+from jaxforge.models.vision import VisionEncoder
+from jaxforge.ops.placement import SINGLE_DEVICE, Placement
+
+
+class VisionLanguageModel(nnx.Module):
+    """Reads a batch (the format is in docs/architecture.md) without its microbatch dimension: arrays [B, ...].
+
+    Without `config.encoder` it is a language model, and the batch has no patch keys.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        backend: str = "xla",
+        decoder_segments: Segments | None = None,
+        encoder_segments: Segments | None = None,
+        decoder_placement: Placement = SINGLE_DEVICE,
+        encoder_placement: Placement = SINGLE_DEVICE,
+    ):
+        self.has_encoder = config.encoder is not None
+        if self.has_encoder:
+            self.encoder = VisionEncoder(
+                config.encoder,
+                backend=backend,
+                segments=encoder_segments or [(config.encoder.num_layers, 0)],
+                placement=encoder_placement,
+                rngs=rngs,
+            )
+            self.projector = Projector(
+                config.encoder, config.projector, config.decoder.hidden_size, placement=encoder_placement, rngs=rngs
+            )
+        self.decoder = Decoder(
+            config.decoder,
+            backend=backend,
+            segments=decoder_segments or [(config.decoder.num_layers, 0)],
+            placement=decoder_placement,
+            rngs=rngs,
+        )
+
+    def hidden(self, batch: dict[str, jax.Array]) -> jax.Array:
+        """What the head reads, [B, S, D] in the dtype of the parameters."""
+        visual_BND = deepstack_JBND = visual_index_BS = None
+        if self.has_encoder:
+            dtype = self.encoder.patch_CD[...].dtype
+            features_BPD, taps_JBPD = self.encoder(batch | {"patches": batch["patches"].astype(dtype)})
+            visual_BND, deepstack_JBND = self.projector(features_BPD, taps_JBPD)
+            visual_index_BS = batch["visual_index"]
+        x_BSD = self.decoder.embed(batch["tokens"], visual_BND, visual_index_BS)
+        return self.decoder.hidden(x_BSD, batch["positions"], batch["segment_ids"], deepstack_JBND, visual_index_BS)
+
+    def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Sums over target tokens, fp32: cross-entropy, and squared log-sum-exp."""
+        return self.decoder.loss(self.hidden(batch), batch["targets"])
+
+    def score(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """For evaluation: the cross-entropy sum, and the most likely next token of each token, [B, S] int32."""
+        return self.decoder.score(self.hidden(batch), batch["targets"])
+
+    def logits(self, batch: dict[str, jax.Array]) -> jax.Array:
+        """All logits [B, S, V] in fp32, true vocabulary only.  On one device; for comparison with other code."""
+        table_VD = self.decoder.head()[: self.decoder.config.vocab_size]
+        return jnp.einsum("BSD,VD->BSV", self.hidden(batch), table_VD, preferred_element_type=jnp.float32)

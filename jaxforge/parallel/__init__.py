@@ -1,0 +1,1 @@
+"""Layouts: which mesh axes each logical axis of the models is sharded over."""

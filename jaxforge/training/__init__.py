@@ -1,0 +1,1 @@
+"""The training loop: one optimizer step, the run around it, and what it reports."""

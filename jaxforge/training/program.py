@@ -1,0 +1,168 @@
+"""The compiled parts of a run: from a config and a mesh to initialisation, train step and scoring.
+
+`jaxforge.plan` compiles exactly these for GPUs that aren't here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxforge.cluster.mesh import DATA_AXES
+from jaxforge.config.schema import Config
+from jaxforge.memory.recompute import recompute_segments
+from jaxforge.models import VisionLanguageModel
+from jaxforge.ops.placement import Placement
+from jaxforge.optim import make_optimizer, split_trainable
+from jaxforge.optim.paths import join
+from jaxforge.parallel.encoder import encoder_placement
+from jaxforge.parallel.rules import decoder_placement, logical_axes, parameter_shardings, replicated
+from jaxforge.training.step import apply_gradients, make_gradients, make_scoring
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a run compiles.
+
+    Attributes:
+      mesh: the devices.
+      abstract_state: shapes, dtypes and shardings of the state: nested dict with "trainable" and "frozen" fp32
+        parameters, "optimizer", and "step" (int32, completed steps).
+      batch_sharding: of every array of a batch, [M, B, ...].
+      initialise: seed -> state, computed straight into its shards.
+      train_step: (state, batch) -> (state, metrics); the state is donated.
+      score: (state, batch) -> (loss sum, target tokens, predicted next tokens [M, B, S]).
+      gradients: (parameters, batch) -> (gradients, sums), before any optimizer; for tests and measurements.
+    """
+
+    mesh: Mesh
+    abstract_state: Tree
+    batch_sharding: NamedSharding
+    initialise: Callable[[int], Tree]
+    train_step: Callable[[Tree, dict], tuple[Tree, dict]]
+    score: Callable[[Tree, dict], tuple[jax.Array, jax.Array, jax.Array]]
+    gradients: Callable[[Tree, dict], tuple[Tree, dict]]
+
+
+def compute_dtype(config: Config, platform: str) -> jnp.dtype:
+    """`train.compute_dtype`, with auto resolved: bfloat16 on GPU, float32 elsewhere."""
+    if config.train.compute_dtype == "auto":
+        return jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)
+    return jnp.dtype(config.train.compute_dtype)
+
+
+def attention_backend(config: Config, platform: str) -> str:
+    """`train.attention_backend`, with auto resolved: cuDNN on GPU for half precision, else the reference.
+
+    `platform` is that of the devices the program is compiled for, not of the machine that compiles it.
+    """
+    if config.train.attention_backend == "auto":
+        is_half = compute_dtype(config, platform) == jnp.bfloat16
+        return "cudnn" if platform == "gpu" and is_half else "xla"
+    return config.train.attention_backend
+
+
+def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[str, Placement] | None = None):
+    """The model of a config; with `placements` (of "encoder" and "decoder") laid out over a mesh."""
+    model = config.model
+    layout = {f"{part}_placement": placement for part, placement in (placements or {}).items()}
+    return VisionLanguageModel(
+        model,
+        rngs=rngs,
+        backend=backend,
+        decoder_segments=recompute_segments(config.memory, model.decoder.num_layers),
+        encoder_segments=recompute_segments(model.encoder, model.encoder.num_layers) if model.encoder else None,
+        **layout,
+    )
+
+
+def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
+    """Everything that a run of `config` compiles for the devices of `mesh` ("cpu" or "gpu").  Compiles nothing yet."""
+    placements = {"encoder": encoder_placement(), "decoder": decoder_placement(config.parallel.sequence_parallel)}
+    dtype = compute_dtype(config, platform)
+    make = functools.partial(make_model, config, attention_backend(config, platform), placements=placements)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    by_module = placements | {"projector": placements["encoder"]}
+    shardings = parameter_shardings(logical_axes(abstract), mesh, by_module)
+    shapes = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        nnx.to_pure_dict(abstract),
+        shardings,
+    )
+    trainable, frozen = split_trainable(shapes, config.optimizer.freeze)
+    optimizer = make_optimizer(config.optimizer, config.train.steps, trainable)
+
+    def initial_state(seed):
+        # under jit and with output shardings, so that no device ever holds a whole model; the values of JAX's
+        # counter-based generator don't depend on the sharding
+        parameters = nnx.to_pure_dict(nnx.split(make(nnx.Rngs(params=jax.random.key(seed))))[1])
+        trainable, frozen = split_trainable(parameters, config.optimizer.freeze)
+        return {
+            "trainable": trainable,
+            "frozen": frozen,
+            "optimizer": optimizer.init(trainable),
+            "step": jnp.zeros((), jnp.int32),
+        }
+
+    everywhere = replicated(mesh)
+
+    def on_mesh(shape):
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=everywhere)
+
+    abstract_state = {
+        "trainable": trainable,
+        "frozen": frozen,
+        "optimizer": optax.tree.map_params(
+            optimizer,
+            lambda shape, parameter: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=parameter.sharding),
+            jax.eval_shape(optimizer.init, trainable),
+            trainable,
+            transform_non_params=on_mesh,
+        ),
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+    }
+    state_shardings = jax.tree.map(lambda shape: shape.sharding, abstract_state)
+
+    def loss_of(parameters, microbatch):
+        return nnx.merge(graph, parameters).loss(microbatch)
+
+    def score_of(parameters, microbatch):
+        return nnx.merge(graph, parameters).score(microbatch)
+
+    gradients = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, dtype)
+    scoring = make_scoring(score_of, mesh, dtype)
+
+    def train_step(state, batch):
+        grads, sums = gradients(state["trainable"], state["frozen"], batch)
+        return apply_gradients(optimizer, state, grads, sums)
+
+    @jax.jit
+    def all_gradients(parameters, batch):
+        trainable, frozen = split_trainable(parameters, config.optimizer.freeze)
+        return gradients(trainable, frozen, batch)
+
+    return Program(
+        mesh=mesh,
+        abstract_state=abstract_state,
+        batch_sharding=NamedSharding(mesh, PartitionSpec(None, DATA_AXES)),
+        initialise=jax.jit(initial_state, out_shardings=state_shardings),
+        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
+        score=jax.jit(lambda state, batch: scoring(join(state["trainable"], state["frozen"]), batch)),
+        gradients=all_gradients,
+    )
+
+
+def abstract_batch(row_shapes: dict[str, jax.ShapeDtypeStruct], num_microbatches: int, rows: int, sharding) -> dict:
+    """Shapes of a batch [M, B, ...] from those of a row."""
+    return {
+        key: jax.ShapeDtypeStruct((num_microbatches, rows, *shape.shape), shape.dtype, sharding=sharding)
+        for key, shape in row_shapes.items()
+    }

@@ -1,0 +1,148 @@
+"""One optimizer step: gradients summed over microbatches and data parallel ranks, then one update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES
+from jaxforge.ops.cross_entropy import IGNORE
+from jaxforge.optim.paths import join
+
+Tree = Any
+ROWS = PartitionSpec(None, DATA_AXES)
+
+
+def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, dtype: jnp.dtype) -> Callable:
+    """(trainable, frozen, batch) -> (gradients, sums), for fp32 parameters and a batch [M, B, ...].
+
+    The gradients are fp32, of (cross-entropy + z-loss) summed over target tokens and divided once by their number in
+    the whole step: microbatches, ranks, packing and padding don't enter.  Data parallel axes are manual, so that there
+    is one reduction per step; `sums` are global.
+
+    Args:
+      loss_of: (parameters, microbatch) -> sums over target tokens of cross-entropy and squared log-sum-exp.
+      dtype: of the forward and backward pass.  Parameters are cast once, before the microbatch loop.
+    """
+
+    data_axes = axes_to_reduce(mesh)
+
+    def local(trainable, frozen, batch):
+        def objective(trainable, microbatch):
+            loss_sum, z_sum = loss_of(join(trainable, frozen), microbatch)
+            return loss_sum + z_loss_coefficient * z_sum, (loss_sum, z_sum)
+
+        def accumulate(carry, microbatch):
+            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(trainable, microbatch)
+            return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), carry, (grads, sums)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trainable)
+        scalar = jnp.zeros((), jnp.float32)
+        (grads, (loss_sum, z_sum)), _ = lax.scan(accumulate, (zeros, (scalar, scalar)), batch)
+        sums = {"loss": loss_sum, "z": z_sum} | count_tokens(batch)
+        grads, sums = lax.psum((grads, sums), data_axes)
+        return jax.tree.map(lambda g: g / jnp.maximum(sums["target_tokens"], 1), grads), sums
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), ROWS),
+        out_specs=(PartitionSpec(), PartitionSpec()),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+
+    def gradients(trainable, frozen, batch):
+        return mapped(cast(trainable, dtype), cast(frozen, dtype), batch)
+
+    return gradients
+
+
+def axes_to_reduce(mesh: Mesh) -> tuple[str, ...]:
+    """The data axes of more than one device.
+
+    XLA's partitioner refuses a reduction over manual axes when all of them have size 1.
+    """
+    return tuple(axis for axis in DATA_AXES if mesh.shape[axis] > 1)
+
+
+def count_tokens(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Counts over the rows of this rank, int32: target_tokens, tokens, and with an encoder images (video frames)."""
+
+    def count(mask):
+        return jnp.sum(mask, dtype=jnp.int32)
+
+    counts = {"target_tokens": count(batch["targets"] != IGNORE), "tokens": count(batch["segment_ids"] > 0)}
+    if "patch_segments" in batch:
+        # every frame has exactly one patch at its corner
+        counts["images"] = count((batch["patch_segments"] > 0) & jnp.all(batch["patch_positions"] == 0, axis=-1))
+    return counts
+
+
+def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree, sums: dict) -> tuple[Tree, dict]:
+    """The next state and the step's metrics.  An update that isn't finite leaves parameters and optimizer as they were.
+
+    The step counts in any case: it is also the position in the data.
+    """
+    count = jnp.maximum(sums["target_tokens"], 1)
+    loss = sums["loss"] / count
+    grad_norm = optax.global_norm(grads)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    updates, next_optimizer = optimizer.update(grads, state["optimizer"], state["trainable"])
+    next_trainable = optax.apply_updates(state["trainable"], updates)
+    trainable, optimizer_state = jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old),
+        (next_trainable, next_optimizer),
+        (state["trainable"], state["optimizer"]),
+    )
+    next_state = {
+        "trainable": trainable,
+        "frozen": state["frozen"],
+        "optimizer": optimizer_state,
+        "step": state["step"] + 1,
+    }
+    metrics = {
+        "loss": loss,
+        "z_loss": sums["z"] / count,
+        "grad_norm": grad_norm,
+        "target_tokens": sums["target_tokens"],
+        "tokens": sums["tokens"],
+        "images": sums.get("images", jnp.zeros((), jnp.int32)),
+        "is_finite": is_finite,
+    }
+    return next_state, metrics
+
+
+def make_scoring(score_of: Callable, mesh: Mesh, dtype: jnp.dtype) -> Callable:
+    """(parameters, batch [M, B, ...]) -> (loss sum, target tokens, predicted next tokens [M, B, S] int32).
+
+    Sums are global; predictions are sharded like the batch.
+    """
+
+    data_axes = axes_to_reduce(mesh)
+
+    def local(parameters, batch):
+        def one(total, microbatch):
+            loss_sum, tokens_BS = score_of(parameters, microbatch)
+            return total + loss_sum, tokens_BS
+
+        total, tokens_MBS = lax.scan(one, jnp.zeros((), jnp.float32), batch)
+        return *lax.psum((total, count_tokens(batch)["target_tokens"]), data_axes), tokens_MBS
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), ROWS),
+        out_specs=(PartitionSpec(), PartitionSpec(), ROWS),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    return lambda parameters, batch: mapped(cast(parameters, dtype), batch)
+
+
+def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
+    return jax.tree.map(lambda a: a.astype(dtype), tree)

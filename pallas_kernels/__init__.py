@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA GPUs, one file each, importable without a GPU."""
