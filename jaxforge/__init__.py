@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 # The public API, by the module that holds it.  Loaded when first asked for, so that `import jaxforge` stays quick
 # and doesn't start JAX before the command line has chosen a platform and the number of devices.
 _EXPORTS = {
+    "train": "jaxforge.training.loop",
     "load_config": "jaxforge.config.load",
     "ConfigError": "jaxforge.config.errors",
 }

@@ -19,7 +19,7 @@ from jaxforge.config.schema import Config
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
 from jaxforge.ops.placement import Placement
-from jaxforge.optim import make_optimizer, split_trainable
+from jaxforge.optim import learning_rate_schedule, make_optimizer, split_trainable
 from jaxforge.optim.paths import join
 from jaxforge.parallel.encoder import encoder_placement
 from jaxforge.parallel.rules import decoder_placement, logical_axes, parameter_shardings, replicated
@@ -99,6 +99,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     )
     trainable, frozen = split_trainable(shapes, config.optimizer.freeze)
     optimizer = make_optimizer(config.optimizer, config.train.steps, trainable)
+    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
 
     def initial_state(seed):
         # under jit and with output shardings, so that no device ever holds a whole model; the values of JAX's
@@ -142,7 +143,10 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
 
     def train_step(state, batch):
         grads, sums = gradients(state["trainable"], state["frozen"], batch)
-        return apply_gradients(optimizer, state, grads, sums)
+        # the last link of the optimizer's chain counts the updates that were applied, which the schedule follows
+        learning_rate = schedule(state["optimizer"][-1].count)
+        next_state, metrics = apply_gradients(optimizer, state, grads, sums)
+        return next_state, metrics | {"learning_rate": learning_rate}
 
     @jax.jit
     def all_gradients(parameters, batch):
@@ -155,7 +159,10 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         batch_sharding=NamedSharding(mesh, PartitionSpec(None, DATA_AXES)),
         initialise=jax.jit(initial_state, out_shardings=state_shardings),
         train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
-        score=jax.jit(lambda state, batch: scoring(join(state["trainable"], state["frozen"]), batch)),
+        # replicated, so that every process can read every prediction
+        score=jax.jit(
+            lambda state, batch: scoring(join(state["trainable"], state["frozen"]), batch), out_shardings=everywhere
+        ),
         gradients=all_gradients,
     )
 

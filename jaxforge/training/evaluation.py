@@ -1,0 +1,101 @@
+"""Evaluation on held-out samples: loss, and answers generated greedily and compared with the truth."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxforge.data.digits import DigitsSource, EvalDocument
+from jaxforge.training.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+      loss: mean cross-entropy of the true answers, in nats per target token.
+      target_tokens: how many.
+      exact_match: fraction of generated answers that equal the truth.
+      answers: of each document, in the order of `documents`.
+    """
+
+    loss: float
+    target_tokens: int
+    exact_match: float
+    documents: Sequence[EvalDocument]
+    answers: Sequence[str]
+
+    def row(self, step: int) -> dict[str, Any]:
+        """A row of metrics.jsonl."""
+        return {
+            "step": step,
+            "eval/loss": self.loss,
+            "eval/target_tokens": self.target_tokens,
+            "eval/exact_match": self.exact_match,
+        }
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """(right answers, documents) of each kind of question."""
+        counts: dict[str, tuple[int, int]] = {}
+        for document, answer in zip(self.documents, self.answers, strict=True):
+            right, total = counts.get(document.kind, (0, 0))
+            counts[document.kind] = (right + (answer == document.answer), total + 1)
+        return counts
+
+
+class Evaluator:
+    """Holds the evaluation set on the mesh, in the shape of one batch [M, B, ...], so scoring compiles once.
+
+    Args:
+      rows: rows of a microbatch over all data parallel ranks, B.
+    """
+
+    def __init__(self, source: DigitsSource, program: Program, rows: int):
+        packed, self._documents = source.eval_rows(rows_multiple=rows)
+        self._program = program
+        self._tokenizer = source.tokenizer
+        self._shape = (len(packed) // rows, rows)
+        arrays = {key: np.stack([row[key] for row in packed]) for key in packed[0]}
+        self._tokens_RS = arrays["tokens"]
+        self._batch = {key: self._place(array) for key, array in arrays.items()}
+
+    def __call__(self, state: Any) -> Evaluation:
+        """Scores the true answers, then generates every document's answer, all documents of a row at once.
+
+        A document's answer ends with its end token, or fills the room that the row has for it.  What follows a token in
+        its row can't change its prediction, so the first pass already predicts the first token of every answer.
+        """
+        loss_sum, target_tokens, predicted = self._program.score(state, self._batch)
+        rows = np.array([document.row for document in self._documents])
+        ends = np.array([document.prompt_end for document in self._documents])
+        room = self._room()
+        tokens_RS = self._tokens_RS.copy()
+        generated: list[np.ndarray] = []
+        for length in range(room):
+            if length:
+                _, _, predicted = self._program.score(state, self._batch | {"tokens": self._place(tokens_RS)})
+            following = np.asarray(predicted).reshape(tokens_RS.shape)[rows, ends + length]
+            generated.append(following)
+            tokens_RS[rows, ends + length + 1] = following
+            if np.all(np.any(np.stack(generated) == self._tokenizer.end, axis=0)):
+                break
+        answers = [self._text(tokens) for tokens in np.stack(generated, axis=1)]
+        right = [answer == document.answer for answer, document in zip(answers, self._documents, strict=True)]
+        count = int(target_tokens)
+        return Evaluation(float(loss_sum) / max(count, 1), count, float(np.mean(right)), self._documents, answers)
+
+    def _room(self) -> int:
+        """Tokens that every document has room for after its prompt."""
+        return max(len(document.answer) for document in self._documents) + 1
+
+    def _text(self, tokens: np.ndarray) -> str:
+        ends = np.flatnonzero(tokens == self._tokenizer.end)
+        return self._tokenizer.decode(tokens[: ends[0]] if ends.size else tokens)
+
+    def _place(self, array: np.ndarray) -> jax.Array:
+        """Rows [R, ...] as a batch [M, B, ...] on the mesh."""
+        array = array.reshape(*self._shape, *array.shape[1:])
+        return jax.make_array_from_callback(array.shape, self._program.batch_sharding, lambda index: array[index])

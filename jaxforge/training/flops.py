@@ -1,0 +1,107 @@
+"""Model FLOPs of an optimizer step, in closed form: what utilisation (MFU) is measured by.
+
+Counted are the matrix products that the mathematics needs, 2 FLOPs per multiply-add, at full rows (Narayanan et al.
+2021, arXiv:2104.04473, appendix; Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
+
+    decoder layer, per token      2 D K (H + 2 G) + 2 H K D     query, key, value and output projections
+                                  2 H K S                       causal attention: half of 4 H K S
+                                  6 D F                         gate, up, down
+    head, per token               2 D V
+    encoder, per patch            2 C E                         patch embedding
+    encoder layer, per patch      8 E H K                       projections
+                                  4 H K A                       attention to A patches
+                                  6 E F, or 4 E F ungated
+    projector, per visual token   2 W I + 2 I D                 once, and once for each DeepStack feature
+
+with D, E the widths of decoder and encoder, W = E merge^2, I the projector's inner width, S = train.seq_length,
+V the true vocabulary.  The backward pass costs twice the forward: once for the inputs, once for the weights.
+
+What is left out: recomputation (it isn't the model's), norms, RoPE, softmax, lookups and the optimizer.
+What makes it an upper bound: a row counts as one document of S tokens and P = data.max_patches_per_row patches, where
+packed documents attend to less and rows may have padding.  In full-attention layers a patch attends to an image of
+model.encoder.image_size, in window layers to a full window.
+"""
+
+import dataclasses
+
+from jaxforge.config.derived import merged_patch_width, patches_per_full_image, projector_ffn_hidden_size
+from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig, ModelConfig
+from jaxforge.optim.paths import matches
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFlops:
+    """Forward FLOPs of one full row, by module."""
+
+    encoder: int
+    projector: int
+    decoder: int
+
+
+def model_flops_per_step(config: Config) -> int:
+    """FLOPs of the forward and backward pass over `train.global_batch_size` full rows, on all devices together.
+
+    A module that `optimizer.freeze` takes as a whole has no weight gradients, and no input gradients where nothing
+    below it trains.
+    """
+    forward = forward_flops_per_row(config)
+    trains_below = False
+    per_row = 0
+    for module in ("encoder", "projector", "decoder"):  # in the order of the forward pass
+        trains = not _is_frozen(config, module)
+        # the lowest trainable layer's input gradient is counted too, as 6 N does; it is one product of many
+        passes = 1 + trains + (trains or trains_below)
+        flops = getattr(forward, module)
+        per_row += passes * flops
+        trains_below |= trains and flops > 0
+    return per_row * config.train.global_batch_size
+
+
+def forward_flops_per_row(config: Config) -> RowFlops:
+    """The formulas of the module docstring, for one row."""
+    model, tokens = config.model, config.train.seq_length
+    decoder = tokens * _decoder_flops_per_token(model.decoder, tokens)
+    if model.encoder is None:
+        return RowFlops(encoder=0, projector=0, decoder=decoder)
+    patches = config.data.max_patches_per_row
+    assert patches is not None  # validate asks for it with an encoder
+    visual_tokens = patches // model.encoder.spatial_merge_size**2
+    return RowFlops(
+        encoder=patches * _encoder_flops_per_patch(model.encoder, patches),
+        projector=visual_tokens * _projector_flops_per_visual_token(model),
+        decoder=decoder,
+    )
+
+
+def _decoder_flops_per_token(decoder: DecoderConfig, seq_length: int) -> int:
+    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
+    kv_heads = decoder.num_query_groups * decoder.kv_channels
+    projections = 2 * width * (heads + 2 * kv_heads) + 2 * heads * width
+    attention = 2 * heads * seq_length
+    feed_forward = 6 * width * decoder.ffn_hidden_size
+    return decoder.num_layers * (projections + attention + feed_forward) + 2 * width * decoder.vocab_size
+
+
+def _encoder_flops_per_patch(encoder: EncoderConfig, patches: int) -> int:
+    width, heads = encoder.hidden_size, encoder.num_attention_heads * encoder.kv_channels
+    channels = encoder.in_channels * encoder.temporal_patch_size * encoder.patch_size**2
+    whole = min(patches, patches_per_full_image(encoder))
+    seen = encoder.num_layers * whole
+    if encoder.model_type == "qwen2_5_vit":
+        num_whole = len(encoder.fullatt_block_indexes)
+        window = min(whole, (encoder.window_size // encoder.patch_size) ** 2)
+        seen = num_whole * whole + (encoder.num_layers - num_whole) * window
+    feed_forward = (6 if encoder.swiglu else 4) * width * encoder.ffn_hidden_size
+    return 2 * channels * width + encoder.num_layers * (8 * width * heads + feed_forward) + 4 * heads * seen
+
+
+def _projector_flops_per_visual_token(model: ModelConfig) -> int:
+    assert model.encoder is not None
+    inner = projector_ffn_hidden_size(model)
+    merger = 2 * merged_patch_width(model.encoder) * inner + 2 * inner * model.decoder.hidden_size
+    return (1 + len(model.encoder.deepstack_visual_indexes)) * merger
+
+
+def _is_frozen(config: Config, module: str) -> bool:
+    """Whether one pattern freezes all of a module: it then also matches a name that no parameter has."""
+    return any(matches(f"{module}/ /any", pattern) for pattern in config.optimizer.freeze)

@@ -1,0 +1,337 @@
+"""A run: from a config to trained weights, with checkpoints, metrics and pictures on the way."""
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from jaxforge.checkpoint.manager import CheckpointManager
+from jaxforge.cluster import MeshLayout, build_mesh, describe, detect, initialize, peak_flops, simulate_devices
+from jaxforge.config import Config, ConfigError, resolve, to_yaml, validate, value_origins
+from jaxforge.config.derived import num_microbatches
+from jaxforge.data import Loader, make_source, row_spec
+from jaxforge.training.evaluation import Evaluation, Evaluator
+from jaxforge.training.flops import model_flops_per_step
+from jaxforge.training.metrics import MetricsWriter
+from jaxforge.training.program import Program, abstract_batch, build_program
+from jaxforge.training.report import Progress, draw_pictures, draw_predictions
+from jaxforge.training.rundir import RunDirectory
+
+_log = logging.getLogger(__name__)
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or a gradient isn't finite, and no more updates may be skipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+      metrics: the rows of metrics.jsonl, from the first step on.
+      step: completed optimizer steps; fewer than train.steps if the run was told to stop.
+      workdir: the run directory.
+      evaluation: the last one, or None.
+      state: parameters and optimizer state, on the devices.
+    """
+
+    metrics: list[dict[str, Any]]
+    step: int
+    workdir: Path
+    evaluation: Evaluation | None
+    state: Any
+
+
+def start(config: Config) -> str:
+    """Joins the processes of the run, simulates devices if asked, and checks the config against the devices.
+
+    Returns the platform, "cpu" or "gpu".  Must come before anything else starts a JAX backend.
+    """
+    if config.train.simulated_devices is not None:
+        simulate_devices(config.train.simulated_devices)
+    if not jax.distributed.is_initialized():
+        initialize(detect(os.environ))
+    platform = jax.default_backend()
+    validate(config, jax.device_count(), platform)
+    return platform
+
+
+def train(config: ConfigDict | Config, workdir: str | os.PathLike[str] | None = None) -> Result:
+    """Trains; in a notebook as from the command line.
+
+    Args:
+      config: from `load_config`, perhaps changed since.
+      workdir: the run directory; one that holds a run of the same model is resumed.  None makes a new one under runs/.
+
+    Raises:
+      ConfigError: for what the user can mend; nothing has been lost.
+      NotFiniteError: when more than train.max_skipped_steps updates were not finite.
+    """
+    origins: Mapping[str, str] = {}
+    if not isinstance(config, Config):
+        origins = value_origins(config)
+        config = resolve(config)
+    platform = start(config)
+    workdir = Path(workdir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    with RunDirectory(workdir) as run:
+        run.write_config(to_yaml(config, origins))
+        with stop_signal() as stop:
+            return _Run(config, platform, run, stop).train()
+
+
+@contextmanager
+def stop_signal() -> Iterator[list[int]]:
+    """A list that SIGTERM is put into when it comes, instead of ending the process."""
+    received: list[int] = []
+    try:
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    except ValueError:  # not the main thread: a notebook's server keeps its own handler
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Run:
+    """The parts of a run, and the loop over its steps."""
+
+    def __init__(self, config: Config, platform: str, run: RunDirectory, stop: list[int]):
+        self.config, self.run, self.stop = config, run, stop
+        num_devices = jax.device_count()
+        self.layout = MeshLayout.from_config(config, num_devices)
+        self.mesh = build_mesh(self.layout)
+        self.microbatches = num_microbatches(config, num_devices)
+        self.rows = config.train.global_batch_size // self.microbatches
+        self.program = build_program(config, self.mesh, platform)
+        self.checkpoints = CheckpointManager(
+            run.checkpoints, config.checkpoint.keep, config.checkpoint.save_every_steps
+        )
+        self.peak_flops = peak_flops(jax.devices()[0].device_kind) if platform == "gpu" else None
+        self.skipped = 0
+
+    def train(self) -> Result:
+        config = self.config
+        progress = Progress(config.train.steps, config.train.log_every_steps)
+        progress.say(describe_run(config, self.mesh, self.layout, self.microbatches))
+        progress.say(describe_state(self.program))
+        first, state = self._restore_or_initialise(progress)
+        metrics = MetricsWriter(self.run, config.logging.tensorboard, resume_step=first)
+        evaluator = self._evaluator()
+        evaluation = None
+        done = first
+        try:
+            if first < config.train.steps:
+                train_step, step_bytes = self._compile(progress)
+                source = make_source(config, "train")
+                progress = Progress(config.train.steps, config.train.log_every_steps, first_step=first)
+                with Loader(source, config, self.mesh, self.microbatches, start_step=first) as loader, progress:
+                    for done in range(first + 1, config.train.steps + 1):
+                        state, row = self._step(train_step, state, loader, done, step_bytes)
+                        progress.update(metrics.write(row))
+                        self._save(done, state, is_last=False)
+                        every = config.train.eval_every_steps
+                        if evaluator and every and done % every == 0 and done < config.train.steps:
+                            evaluation = self._evaluate(evaluator, state, done, metrics, progress)
+                        if self._should_stop():
+                            break
+            if done > first:
+                self._save(done, state, is_last=True)
+            if done < config.train.steps:
+                self.checkpoints.wait()
+                progress.say(f"stopped by SIGTERM; saved step {done}: the same command resumes")
+            elif evaluator:
+                evaluation = self._evaluate(evaluator, state, done, metrics, progress)
+            if config.logging.pictures and self.run.writable and metrics.rows:
+                draw_pictures(metrics.rows, self.run.pictures)
+                progress.say(f"pictures in {self.run.pictures}")
+        finally:
+            self.checkpoints.close()
+            metrics.close()
+        return Result(metrics.rows, done, self.run.path, evaluation, state)
+
+    def _restore_or_initialise(self, progress: Progress) -> tuple[int, Any]:
+        restored = self.checkpoints.restore(self.program.abstract_state)
+        if restored is None:
+            return 0, self.program.initialise(self.config.train.seed)
+        step, state, metadata = restored
+        self.skipped = metadata["skipped_steps"]
+        progress.say(f"resuming from step {step} of {self.run.path}")
+        for line in differences(metadata["config"], dataclasses.asdict(self.config)):
+            progress.say(f"  changed since: {line}")
+        if step > self.config.train.steps:
+            raise ConfigError(
+                f"train.steps={self.config.train.steps}, but {self.run.path} holds step {step} already;"
+                f" use {step} or more, or another --workdir"
+            )
+        if step == self.config.train.steps:
+            progress.say(f"the run has all its {step} steps: nothing to train")
+        return step, state
+
+    def _compile(self, progress: Progress) -> tuple[Any, int]:
+        """The compiled train step, and the bytes that it needs on each device."""
+        began = time.perf_counter()
+        batch = abstract_batch(row_spec(self.config), self.microbatches, self.rows, self.program.batch_sharding)
+        compiled = self.program.train_step.lower(self.program.abstract_state, batch).compile()
+        memory = compiled.memory_analysis()
+        total = (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes
+        )
+        progress.say(
+            f"compiled in {time.perf_counter() - began:.0f} s: {gibibytes(total)} on each device while a step runs,"
+            f" {gibibytes(memory.temp_size_in_bytes)} of it activations, gradients and workspace"
+        )
+        return compiled, total
+
+    def _step(self, train_step, state, loader, step: int, step_bytes: int) -> tuple[Any, dict[str, Any]]:
+        began = time.perf_counter()
+        batch, info = next(loader)
+        state, outcome = train_step(state, batch)
+        outcome = {key: np.asarray(value).item() for key, value in jax.block_until_ready(outcome).items()}
+        seconds = time.perf_counter() - began
+        if not outcome.pop("is_finite"):
+            self._skip(step, outcome)
+        teraflops = model_flops_per_step(self.config) / seconds / self.mesh.size / 1e12
+        memory = jax.local_devices()[0].memory_stats() or {}
+        row = {"step": step} | outcome
+        if not self.config.loss.z_loss_coefficient:
+            row.pop("z_loss")
+        positions = self.config.train.global_batch_size * self.config.train.seq_length
+        return state, row | {
+            "padding_fraction": 1 - outcome["tokens"] / positions,
+            "step_seconds": seconds,
+            "tokens_per_second": outcome["tokens"] / seconds,
+            "tflops_per_device": teraflops,
+            "mfu": teraflops * 1e12 / self.peak_flops if self.peak_flops else None,
+            "data_wait_seconds": info["wait_seconds"],
+            # a CPU keeps no count; there it is what the compiled step needs
+            "peak_device_bytes": memory.get("peak_bytes_in_use", step_bytes),
+        }
+
+    def _skip(self, step: int, outcome: dict[str, Any]) -> None:
+        """Counts an update that wasn't finite and so changed nothing; raises where no more may be skipped."""
+        self.skipped += 1
+        batch = self.config.train.global_batch_size
+        what = (
+            f"step {step}: loss {outcome['loss']}, gradient norm {outcome['grad_norm']};"
+            f" rows {(step - 1) * batch} to {step * batch - 1} of the data"
+        )
+        allowed = self.config.train.max_skipped_steps
+        if self.skipped > allowed:
+            raise NotFiniteError(
+                f"{what}; the weights are as before this step.  {allowed} skipped steps are allowed: lower"
+                f" optimizer.learning_rate, or set train.max_skipped_steps={self.skipped} or more to go on without them"
+            )
+        _log.warning("%s; update skipped (%d of %d allowed)", what, self.skipped, allowed)
+
+    def _save(self, step: int, state: Any, is_last: bool) -> None:
+        metadata = {
+            "config": dataclasses.asdict(self.config),
+            "skipped_steps": self.skipped,
+            "jax_version": jax.__version__,
+        }
+        (self.checkpoints.save if is_last else self.checkpoints.maybe_save)(step, state, metadata)
+
+    def _should_stop(self) -> bool:
+        """Whether any process was told to stop; all processes learn it at the same step."""
+        if jax.process_count() == 1:
+            return bool(self.stop)
+        return bool(multihost_utils.process_allgather(np.array(bool(self.stop))).any())
+
+    def _evaluator(self) -> Evaluator | None:
+        source = make_source(self.config, "eval")
+        return Evaluator(source, self.program, self.rows) if source else None
+
+    def _evaluate(self, evaluator: Evaluator, state: Any, step: int, metrics: MetricsWriter, progress: Progress):
+        evaluation = evaluator(state)
+        if not any(row["step"] == step and "eval/loss" in row for row in metrics.rows):
+            metrics.write(evaluation.row(step))
+        progress.say(f"step {step}: {describe_evaluation(evaluation)}")
+        if step == self.config.train.steps and self.run.writable:
+            self._show_predictions(evaluation, progress)
+        return evaluation
+
+    def _show_predictions(self, evaluation: Evaluation, progress: Progress, shown: int = 16) -> None:
+        source = make_source(self.config, "eval")
+        pairs = list(zip(evaluation.documents, evaluation.answers, strict=True))[:shown]
+        samples = [(source.sample(document.sample_index), answer) for document, answer in pairs]
+        for sample, answer in samples:
+            mark = " " if answer == sample.answer else "x"
+            progress.say(f"  {mark} {sample.question:<10} truth {sample.answer:<8} prediction {answer}")
+        if self.config.logging.pictures:
+            path = self.run.pictures / "predictions.png"
+            draw_predictions([(s.image, s.question, s.answer, answer) for s, answer in samples], path)
+
+
+def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) -> str:
+    """What will run where, known before anything is compiled."""
+    train = config.train
+    kind = "simulated CPU device" if train.simulated_devices else jax.devices()[0].device_kind
+    return "\n".join(
+        [
+            f"{mesh.size} x {kind} in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}:"
+            f" decoder TP {layout.tensor_parallel_size},"
+            + (f" encoder TP {layout.encoder_tensor_parallel_size}," if config.model.encoder else "")
+            + f" DP {layout.data_parallel_size}",
+            describe(mesh, layout),
+            f"{train.steps} steps of {train.global_batch_size} rows x {train.seq_length} tokens:"
+            f" {microbatches} microbatch{'es' if microbatches > 1 else ''} of {train.micro_batch_size}"
+            f" row{'s' if train.micro_batch_size > 1 else ''} on each data parallel rank",
+        ]
+    )
+
+
+def describe_state(program: Program) -> str:
+    """Parameters by part, and the bytes of state on each device."""
+    parts: dict[str, int] = {}
+    for kind in ("trainable", "frozen"):
+        for module, tree in program.abstract_state[kind].items():
+            parts[module] = parts.get(module, 0) + sum(leaf.size for leaf in jax.tree.leaves(tree))
+    held = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(program.abstract_state)
+    )
+    named = ", ".join(f"{module} {count / 1e6:.2f} M" for module, count in sorted(parts.items()))
+    return (
+        f"parameters: {named}; {gibibytes(held)} of parameters and optimizer state on each device;"
+        " compiling shows what a step needs besides"
+    )
+
+
+def describe_evaluation(evaluation: Evaluation) -> str:
+    """Accuracy in a line."""
+    kinds = ", ".join(f"{kind} {right}/{total}" for kind, (right, total) in sorted(evaluation.by_kind().items()))
+    count = len(evaluation.documents)
+    return f"exact match {evaluation.exact_match:.1%} of {count} held-out samples ({kinds}), loss {evaluation.loss:.4f}"
+
+
+def gibibytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Lines "field: old -> new" for the values of two nested dicts that differ; lists and tuples compare equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif _plain(old) != _plain(new):
+        yield f"{path}: {old} -> {new}"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
