@@ -157,7 +157,10 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         mesh=mesh,
         abstract_state=abstract_state,
         batch_sharding=NamedSharding(mesh, PartitionSpec(None, DATA_AXES)),
-        initialise=jax.jit(initial_state, out_shardings=state_shardings),
+        # runs once: compiling it well would take longer than it runs
+        initialise=jax.jit(
+            initial_state, out_shardings=state_shardings, compiler_options={"xla_backend_optimization_level": 1}
+        ),
         train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
         # replicated, so that every process can read every prediction
         score=jax.jit(

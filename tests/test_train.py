@@ -1,0 +1,234 @@
+"""The main job from the command line: it resumes, stops, and refuses bad input with one message."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+
+import pytest
+import yaml
+from commands import RECIPES, end_at_step, losses, rows, run, start
+
+TEXT = f"--config={RECIPES / 'tiny_text.py'}"
+DIGITS = f"--config={RECIPES / 'tiny_digits.py'}"
+LONG = "--config.train.steps=400"
+
+CONTRACT = {
+    "step", "loss", "grad_norm", "learning_rate", "target_tokens", "tokens", "padding_fraction", "images",
+    "step_seconds", "tokens_per_second", "tflops_per_device", "mfu", "data_wait_seconds", "peak_device_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """An uninterrupted run of 12 steps, saved at 5, 10 and 12: (workdir, what it printed)."""
+    workdir = tmp_path_factory.mktemp("whole")
+    code, output = run("train", TEXT, f"--workdir={workdir}")
+    assert code == 0, output
+    return workdir, output
+
+
+def test_a_run_says_what_it_will_do_before_it_compiles(whole_run):
+    lines = whole_run[1].splitlines()
+    compiled = next(number for number, line in enumerate(lines) if line.startswith("compiled in"))
+    before = "\n".join(lines[:compiled])
+    assert "8 x simulated CPU device in 1 process: decoder TP 2, DP 4" in before
+    # 8 rows a step, 4 data parallel ranks, 1 row each at once
+    assert "2 microbatches of 1 row on each data parallel rank" in before
+    # embedding and head 256 x 32, two layers of 2 x 32 x 32 + 2 x 32 x 16 + 3 x 32 x 64 weights, five norms of 32
+    assert f"decoder {(2 * 256 * 32 + 2 * (2048 + 1024 + 6144) + 5 * 32) / 1e6:.2f} M" in before
+
+
+def test_every_step_has_a_row_with_the_fields_that_others_read(whole_run):
+    found = rows(whole_run[0])
+    assert [row["step"] for row in found] == list(range(1, 13))
+    for row in found:
+        assert CONTRACT <= row.keys()
+        assert row["mfu"] is None and row["images"] == 0
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step_seconds"])
+        assert row["padding_fraction"] == pytest.approx(1 - row["tokens"] / (8 * 32))
+        assert 0 <= row["data_wait_seconds"] <= row["step_seconds"]
+
+
+def test_the_first_loss_is_that_of_a_model_that_knows_nothing(whole_run):
+    # 256 tokens at weights of deviation 0.02: logits are near 0
+    assert losses(whole_run[0])[1] == pytest.approx(math.log(256), abs=0.05)
+
+
+def test_the_run_directory_says_where_each_value_comes_from(whole_run):
+    text = (whole_run[0] / "config.yml").read_text()
+    assert yaml.safe_load(text)["train"]["steps"] == 12
+    steps = next(line for line in text.splitlines() if line.strip().startswith("steps:"))
+    assert "tiny_text.py" in steps
+
+
+def test_the_same_command_again_has_nothing_to_do(whole_run):
+    before = (whole_run[0] / "metrics.jsonl").read_text()
+    code, output = run("train", TEXT, f"--workdir={whole_run[0]}")
+    assert code == 0
+    assert "resuming from step 12" in output and "nothing to train" in output
+    assert (whole_run[0] / "metrics.jsonl").read_text() == before
+
+
+def resumed_from(step, whole_run, tmp_path):
+    """A copy of the whole run as it was once `step` was saved and a few more steps were logged."""
+    copy = tmp_path / "copy"
+    shutil.copytree(whole_run[0], copy)
+    for folder in (copy / "checkpoints").iterdir():
+        if folder.name.isdigit() and int(folder.name) > step:
+            shutil.rmtree(folder)
+    return copy
+
+
+def test_a_resumed_run_repeats_the_rest_bit_for_bit(whole_run, tmp_path):
+    copy = resumed_from(10, whole_run, tmp_path)
+    code, output = run("train", TEXT, f"--workdir={copy}")
+    assert code == 0 and "resuming from step 10" in output
+    assert losses(copy) == losses(whole_run[0])
+    assert [row["step"] for row in rows(copy)] == list(range(1, 13))
+
+
+def test_a_checkpoint_continues_at_another_layout(whole_run, tmp_path):
+    copy = resumed_from(10, whole_run, tmp_path)
+    flags = ["--config.parallel.tensor_model_parallel_size=1", "--config.train.simulated_devices=4"]
+    code, output = run("train", TEXT, f"--workdir={copy}", *flags)
+    assert code == 0 and "changed since: parallel.tensor_model_parallel_size: 2 -> 1" in output
+    assert losses(copy)[11] == pytest.approx(losses(whole_run[0])[11], rel=1e-6)
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(whole_run, tmp_path):
+    copy = resumed_from(12, whole_run, tmp_path)
+    files = [path for path in (copy / "checkpoints" / "12" / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    code, output = run("train", TEXT, f"--workdir={copy}")
+    assert code == 0
+    assert "checkpoint of step 12 is damaged" in output and "resuming from step 10" in output
+    assert losses(copy) == losses(whole_run[0])
+    assert (copy / "checkpoints" / "12.broken").is_dir()
+
+
+def test_a_run_killed_twice_ends_like_one_that_was_not(whole_run, tmp_path):
+    for step in (3, 8):
+        process = start("train", TEXT, f"--workdir={tmp_path}")
+        end_at_step(process, tmp_path, step, signal.SIGKILL)
+    code, _ = run("train", TEXT, f"--workdir={tmp_path}")
+    assert code == 0
+    assert losses(tmp_path) == losses(whole_run[0])
+
+
+def test_sigterm_saves_and_ends_well(tmp_path):
+    process = start("train", TEXT, f"--workdir={tmp_path}", LONG, "--config.checkpoint.save_every_steps=0")
+    output = end_at_step(process, tmp_path, 3, signal.SIGTERM)
+    assert process.returncode == 0, output
+    last = rows(tmp_path)[-1]["step"]
+    assert last < 400 and f"stopped by SIGTERM; saved step {last}: the same command resumes" in output
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == [str(last)]
+
+
+def test_a_second_run_in_the_same_workdir_is_refused(tmp_path):
+    with start("train", TEXT, f"--workdir={tmp_path}", LONG) as first:
+        try:
+            while not rows(tmp_path):
+                assert first.poll() is None
+            code, output = run("train", TEXT, f"--workdir={tmp_path}")
+            assert first.poll() is None
+        finally:
+            first.kill()
+    assert code == 2
+    assert "is in use by process" in output and str(first.pid) in output and "Traceback" not in output
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rows(tmp_path):
+    # the first update throws every weight to about 1e30, so that step 2 overflows
+    rate = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.lr_warmup_iters=0"]
+    code, output = run("train", TEXT, f"--workdir={tmp_path}", *rate)
+    assert code == 1
+    assert "step 2: loss" in output and "rows 8 to 15 of the data" in output and "Traceback" not in output
+    assert "train.max_skipped_steps=1" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config.train.stepz=3"], ["train has no field 'stepz'", "did you mean steps"]),
+        (["--config.parallel.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3", "num_query_groups=2"]),
+        (["--config.train.simulated_devices=7"], ["7", "tensor_model_parallel_size=2"]),
+        (["--config.parallel.pipeline_model_parallel_size=2"], ["pipeline", "isn't built yet"]),
+        (["--config.train.steps=many"], ["train.steps", "many"]),
+        (["--workdir=/proc/nowhere"], ["--workdir", "/proc/nowhere"]),
+        (["--confg.train.steps=3"], ["--confg.train.steps=3"]),
+        (["--config.model.encoder=no.yaml"], ["no.yaml"]),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_message_and_exit_code_2(flags, words, tmp_path):
+    workdir = [] if any(flag.startswith("--workdir") for flag in flags) else [f"--workdir={tmp_path}"]
+    code, output = run("train", TEXT, *workdir, *flags)
+    assert code == 2, output
+    assert output.startswith("config error: ") and "Traceback" not in output
+    for word in words:
+        assert word in output
+
+
+def test_a_yaml_with_an_unknown_key_is_refused(tmp_path):
+    file = tmp_path / "vit.yaml"
+    file.write_text("model_type: qwen2_5_vit\nnum_layers: 2\nhiden_size: 32\n")
+    code, output = run("train", TEXT, f"--workdir={tmp_path / 'run'}", f"--config.model.encoder={file}")
+    assert code == 2 and "hiden_size" in output and "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_evaluate_gives_the_accuracy_that_training_ended_with(tmp_path):
+    code, output = run("train", DIGITS, f"--workdir={tmp_path}")
+    assert code == 0, output
+    last = rows(tmp_path)[-1]
+    assert last["step"] == 4 and 0 <= last["eval/exact_match"] <= 1 and last["eval/target_tokens"] > 16
+    in_training = next(line for line in output.splitlines() if "exact match" in line)
+    pictures = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert pictures == {"loss.png", "throughput.png", "data_wait.png", "predictions.png"}
+    images = [row["images"] for row in rows(tmp_path) if "images" in row]
+    assert all(count > 0 for count in images)
+
+    code, output = run("evaluate", DIGITS, f"--workdir={tmp_path}")
+    assert code == 0
+    assert output.splitlines()[-1] == in_training
+
+
+def test_two_processes_of_four_devices_train_like_one_of_eight(whole_run, tmp_path, unused_port):
+    flags = [TEXT, f"--workdir={tmp_path}", "--config.train.simulated_devices=4"]
+    processes = [
+        start(
+            "train",
+            *flags,
+            JAXFORGE_COORDINATOR=f"127.0.0.1:{unused_port}",
+            JAXFORGE_NUM_PROCESSES="2",
+            JAXFORGE_PROCESS_ID=str(rank),
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "8 x simulated CPU device in 2 processes" in outputs[0]
+    alone, together = losses(whole_run[0]), losses(tmp_path)
+    assert alone.keys() == together.keys()
+    for step, loss in alone.items():
+        assert together[step] == pytest.approx(loss, rel=1e-6)
+
+
+def test_metrics_are_plain_json(whole_run):
+    for line in (whole_run[0] / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} isn't JSON"))
