@@ -58,6 +58,9 @@ class DecoderConfig:
     untie_embeddings_and_output_weights: bool = field(
         True, "separate weights for embedding and output head", flag="--untie-embeddings-and-output-weights"
     )
+    hidden_dropout: float = field(
+        0.0, "dropout on the embeddings and the residual branches, in training", flag="--hidden-dropout"
+    )
     init_method_std: float = field(0.02, "standard deviation of the initial weights", flag="--init-method-std")
 
 

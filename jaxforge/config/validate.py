@@ -48,6 +48,7 @@ _ABOVE_ZERO = {
     "model.projector": ("norm_epsilon",),
     "optimizer": ("learning_rate", "adam_eps"),
 }  # fmt: skip
+_FRACTION = {"model.decoder": ("hidden_dropout",)}
 
 
 def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:
@@ -95,6 +96,9 @@ def numbers_are_in_range(config: Config) -> Iterator[str]:
     for name, value in _numbers(config, _ABOVE_ZERO):
         if value <= 0:
             yield f"{name}={value} must be above 0"
+    for name, value in _numbers(config, _FRACTION):
+        if not 0 <= value < 1:
+            yield f"{name}={value} must be at least 0 and below 1"
 
 
 def _numbers(config: Config, table: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, float]]:

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxforge.config.derived import padded_vocab_size
 from jaxforge.config.schema import DecoderConfig
 from jaxforge.models.attention import RESIDUAL, WHOLE, SelfAttention
+from jaxforge.models.dropout import dropout
 from jaxforge.models.mlp import MLP
 from jaxforge.models.norm import RMSNorm
 from jaxforge.models.parameters import Segments, normal, scan_layers, stack
@@ -17,7 +18,7 @@ from jaxforge.ops.placement import Placement
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).  x_BSD -> x_BSD."""
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).  x_BSD -> x_BSD."""
 
     def __init__(self, config: DecoderConfig, *, backend: str, placement: Placement, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
@@ -46,10 +47,21 @@ class DecoderLayer(nnx.Module):
             placement=placement,
             rngs=rngs,
         )
+        self.dropout_rate, self.placement = config.hidden_dropout, placement
 
-    def __call__(self, x_BSD: jax.Array, angles_BSR: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), angles_BSR, segment_ids_BS)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        angles_BSR: jax.Array,
+        segment_ids_BS: jax.Array,
+        index: int | jax.Array = 0,
+        dropout_keys_B2: jax.Array | None = None,
+    ) -> jax.Array:
+        def drop(branch_BSD, which):
+            return dropout(branch_BSD, dropout_keys_B2, 1 + 2 * index + which, self.dropout_rate, self.placement)
+
+        x_BSD = x_BSD + drop(self.attention(self.attention_norm(x_BSD), angles_BSR, segment_ids_BS), 0)
+        return x_BSD + drop(self.mlp(self.mlp_norm(x_BSD)), 1)
 
 
 class Decoder(nnx.Module):
@@ -88,13 +100,15 @@ class Decoder(nnx.Module):
         segment_ids_BS: jax.Array,
         deepstack_JBND: jax.Array | None = None,
         visual_index_BS: jax.Array | None = None,
+        dropout_keys_B2: jax.Array | None = None,
     ) -> jax.Array:
         """What the head reads, [B, S, D].  `deepstack[j]` is added at the visual tokens after layer j."""
+        x_BSD = dropout(x_BSD, dropout_keys_B2, 0, self.config.hidden_dropout, self.placement)
         angles_BSR = decoder_angles(positions_B3S, decoder_frequencies(self.config))
         num_features = 0 if deepstack_JBND is None else deepstack_JBND.shape[0]
 
         def step(layer, x_BSD, index):
-            x_BSD = layer(x_BSD, angles_BSR, segment_ids_BS)
+            x_BSD = layer(x_BSD, angles_BSR, segment_ids_BS, index, dropout_keys_B2)
             if num_features:
                 feature_BND = jax.lax.dynamic_index_in_dim(
                     deepstack_JBND, jnp.minimum(index, num_features - 1), keepdims=False

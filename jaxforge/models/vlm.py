@@ -15,7 +15,8 @@ from jaxforge.ops.placement import SINGLE_DEVICE, Placement
 class VisionLanguageModel(nnx.Module):
     """Reads a batch (the format is in docs/architecture.md) without its microbatch dimension: arrays [B, ...].
 
-    Without `config.encoder` it is a language model, and the batch has no patch keys.
+    Without `config.encoder` it is a language model, and the batch has no patch keys.  In training with dropout the batch
+    also has `dropout_keys` [B, 2] uint32, a random key for each row.
     """
 
     def __init__(
@@ -58,7 +59,14 @@ class VisionLanguageModel(nnx.Module):
             visual_BND, deepstack_JBND = self.projector(features_BPD, taps_JBPD)
             visual_index_BS = batch["visual_index"]
         x_BSD = self.decoder.embed(batch["tokens"], visual_BND, visual_index_BS)
-        return self.decoder.hidden(x_BSD, batch["positions"], batch["segment_ids"], deepstack_JBND, visual_index_BS)
+        return self.decoder.hidden(
+            x_BSD,
+            batch["positions"],
+            batch["segment_ids"],
+            deepstack_JBND,
+            visual_index_BS,
+            batch.get("dropout_keys"),
+        )
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Sums over target tokens, fp32: cross-entropy, and squared log-sum-exp."""

@@ -142,6 +142,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     scoring = make_scoring(score_of, mesh, dtype)
 
     def train_step(state, batch):
+        if config.model.decoder.hidden_dropout:
+            batch = batch | {"dropout_keys": row_keys(config.train.seed, state["step"], batch["tokens"].shape[:2])}
         grads, sums = gradients(state["trainable"], state["frozen"], batch)
         # the last link of the optimizer's chain counts the updates that were applied, which the schedule follows
         learning_rate = schedule(state["optimizer"][-1].count)
@@ -168,6 +170,14 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         ),
         gradients=all_gradients,
     )
+
+
+def row_keys(seed: int, step: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A random key for each row of a step, [M, B, 2] uint32: the same at every layout."""
+    rows = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    keys = jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(key, row)))(rows)
+    return keys.reshape(*shape, -1)
 
 
 def abstract_batch(row_shapes: dict[str, jax.ShapeDtypeStruct], num_microbatches: int, rows: int, sharding) -> dict:
