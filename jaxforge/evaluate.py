@@ -20,14 +20,14 @@ def main(argv: Sequence[str]) -> int:
     from jaxforge.checkpoint.manager import CheckpointManager
     from jaxforge.cluster import MeshLayout, build_mesh
     from jaxforge.config.derived import num_microbatches
-    from jaxforge.data import make_source
+    from jaxforge.data import eval_source
     from jaxforge.training.evaluation import Evaluator
     from jaxforge.training.loop import describe_evaluation, start
     from jaxforge.training.program import build_program
     from jaxforge.training.rundir import RunDirectory
 
     platform = start(config)
-    source = make_source(config, "eval")
+    source = eval_source(config)
     if source is None:
         raise ConfigError(f"data.source={config.data.source} has no held-out samples; evaluate a recipe that has some")
     program = build_program(config, build_mesh(MeshLayout.from_config(config, jax.device_count())), platform)

@@ -48,7 +48,7 @@ _ABOVE_ZERO = {
     "model.projector": ("norm_epsilon",),
     "optimizer": ("learning_rate", "adam_eps"),
 }  # fmt: skip
-_FRACTION = {"model.decoder": ("hidden_dropout",)}
+_FRACTION: dict[str, tuple[str, ...]] = {"model.decoder": ("hidden_dropout",)}
 
 
 def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:

@@ -6,7 +6,7 @@ from jaxforge.data.packing import IGNORE, Document, pack_row
 from jaxforge.data.patches import Patches, patchify, smart_resize
 from jaxforge.data.positions import mrope_positions
 from jaxforge.data.rows import RowFormat, row_spec
-from jaxforge.data.sources import RowSource, make_source
+from jaxforge.data.sources import RowSource, eval_source, train_source
 from jaxforge.data.synthetic import SyntheticSource
 from jaxforge.data.tokenizer import ByteTokenizer
 
@@ -24,10 +24,11 @@ __all__ = [
     "Sample",
     "SyntheticSource",
     "batch_sharding",
-    "make_source",
+    "eval_source",
     "mrope_positions",
     "pack_row",
     "patchify",
     "row_spec",
+    "train_source",
     "smart_resize",
 ]

@@ -15,8 +15,11 @@ class RowSource(Protocol):
     def row(self, index: int) -> dict[str, np.ndarray]: ...
 
 
-def make_source(config: Config, split: str) -> DigitsSource | SyntheticSource | None:
-    """The source of a run's "train" or "eval" rows; None where data.source has nothing to evaluate on."""
-    if config.data.source == "digits":
-        return DigitsSource(config, split)
-    return SyntheticSource(config) if split == "train" else None
+def train_source(config: Config) -> RowSource:
+    """The rows that a run trains on."""
+    return DigitsSource(config, "train") if config.data.source == "digits" else SyntheticSource(config)
+
+
+def eval_source(config: Config) -> DigitsSource | None:
+    """The held-out samples of a run; None where data.source has none."""
+    return DigitsSource(config, "eval") if config.data.source == "digits" else None

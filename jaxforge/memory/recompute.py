@@ -11,6 +11,7 @@ def recompute_segments(config: MemoryConfig | EncoderConfig, num_layers: int) ->
     if config.recompute_granularity is None:
         return ((num_layers, 0),)
     count = config.recompute_num_layers
+    assert count is not None  # validate asks for it
     if config.recompute_method == "uniform":
         return ((num_layers, count),)
     if count >= num_layers:

@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens_BS: jax.Array, visual_BND: jax.Array | None, visual_index_BS: jax.Array | None):
         """Token embeddings [B, S, D], visual tokens in their places."""
         x_BSD = embed(self.embedding_VD[...], tokens_BS, self.placement)
-        if visual_BND is not None:
+        if visual_BND is not None and visual_index_BS is not None:
             placed_BSD = gather_rows(visual_BND, visual_index_BS, self.placement)
             x_BSD = jnp.where((visual_index_BS >= 0)[..., None], placed_BSD, x_BSD)
         return self.placement.constrain(x_BSD, RESIDUAL)
@@ -109,7 +109,7 @@ class Decoder(nnx.Module):
 
         def step(layer, x_BSD, index):
             x_BSD = layer(x_BSD, angles_BSR, segment_ids_BS, index, dropout_keys_B2)
-            if num_features:
+            if deepstack_JBND is not None and visual_index_BS is not None:
                 feature_BND = jax.lax.dynamic_index_in_dim(
                     deepstack_JBND, jnp.minimum(index, num_features - 1), keepdims=False
                 )

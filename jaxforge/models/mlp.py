@@ -1,6 +1,7 @@
 """Feed-forward layers."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxforge.models.attention import RESIDUAL, WHOLE
 from jaxforge.models.parameters import normal, zeros
 from jaxforge.ops.placement import Placement
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),

@@ -31,7 +31,8 @@ class VisionLanguageModel(nnx.Module):
         encoder_placement: Placement = SINGLE_DEVICE,
     ):
         self.has_encoder = config.encoder is not None
-        if self.has_encoder:
+        if config.encoder is not None:
+            assert config.projector is not None  # resolve gives an encoder one
             self.encoder = VisionEncoder(
                 config.encoder,
                 backend=backend,

@@ -21,6 +21,7 @@ def learning_rate_schedule(config: OptimizerConfig, train_steps: int) -> optax.S
         if config.lr_decay_style == "constant":
             decayed = jnp.full_like(count, peak)
         elif config.lr_decay_style == "WSD":
+            assert config.lr_wsd_decay_iters is not None  # validate asks for it
             start = end - config.lr_wsd_decay_iters
             done = jnp.clip((count - start) / config.lr_wsd_decay_iters, 0, 1)
             decayed = peak + (low - peak) * done

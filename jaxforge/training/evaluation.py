@@ -54,6 +54,7 @@ class Evaluator:
     """
 
     def __init__(self, source: DigitsSource, program: Program, rows: int):
+        self.source = source
         packed, self._documents = source.eval_rows(rows_multiple=rows)
         self._program = program
         self._tokenizer = source.tokenizer

@@ -19,7 +19,7 @@ from jaxforge.checkpoint.manager import CheckpointManager
 from jaxforge.cluster import MeshLayout, build_mesh, describe, detect, initialize, peak_flops, simulate_devices
 from jaxforge.config import Config, ConfigError, resolve, to_yaml, validate, value_origins
 from jaxforge.config.derived import num_microbatches
-from jaxforge.data import Loader, make_source, row_spec
+from jaxforge.data import DigitsSource, Loader, eval_source, row_spec, train_source
 from jaxforge.training.evaluation import Evaluation, Evaluator
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.metrics import MetricsWriter
@@ -135,9 +135,8 @@ class _Run:
         try:
             if first < config.train.steps:
                 train_step, step_bytes = self._compile(progress)
-                source = make_source(config, "train")
                 progress = Progress(config.train.steps, config.train.log_every_steps, first_step=first)
-                with Loader(source, config, self.mesh, self.microbatches, start_step=first) as loader, progress:
+                with Loader(train_source(config), config, self.mesh, self.microbatches, start_step=first) as loader, progress:
                     for done in range(first + 1, config.train.steps + 1):
                         state, row = self._step(train_step, state, loader, done, step_bytes)
                         progress.update(metrics.write(row))
@@ -184,7 +183,7 @@ class _Run:
         """The compiled train step, and the bytes that it needs on each device."""
         began = time.perf_counter()
         batch = abstract_batch(row_spec(self.config), self.microbatches, self.rows, self.program.batch_sharding)
-        compiled = self.program.train_step.lower(self.program.abstract_state, batch).compile()
+        compiled: Any = self.program.train_step.lower(self.program.abstract_state, batch).compile()
         memory = compiled.memory_analysis()
         total = (
             memory.argument_size_in_bytes
@@ -254,7 +253,7 @@ class _Run:
         return bool(multihost_utils.process_allgather(np.array(bool(self.stop))).any())
 
     def _evaluator(self) -> Evaluator | None:
-        source = make_source(self.config, "eval")
+        source = eval_source(self.config)
         return Evaluator(source, self.program, self.rows) if source else None
 
     def _evaluate(self, evaluator: Evaluator, state: Any, step: int, metrics: MetricsWriter, progress: Progress):
@@ -263,11 +262,12 @@ class _Run:
             metrics.write(evaluation.row(step))
         progress.say(f"step {step}: {describe_evaluation(evaluation)}")
         if step == self.config.train.steps and self.run.writable:
-            self._show_predictions(evaluation, progress)
+            self._show_predictions(evaluator.source, evaluation, progress)
         return evaluation
 
-    def _show_predictions(self, evaluation: Evaluation, progress: Progress, shown: int = 16) -> None:
-        source = make_source(self.config, "eval")
+    def _show_predictions(
+        self, source: DigitsSource, evaluation: Evaluation, progress: Progress, shown: int = 16
+    ) -> None:
         pairs = list(zip(evaluation.documents, evaluation.answers, strict=True))[:shown]
         samples = [(source.sample(document.sample_index), answer) for document, answer in pairs]
         for sample, answer in samples:

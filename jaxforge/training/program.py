@@ -38,7 +38,7 @@ class Program:
         parameters, "optimizer", and "step" (int32, completed steps).
       batch_sharding: of every array of a batch, [M, B, ...].
       initialise: seed -> state, computed straight into its shards.
-      train_step: (state, batch) -> (state, metrics); the state is donated.
+      train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
       score: (state, batch) -> (loss sum, target tokens, predicted next tokens [M, B, S]).
       gradients: (parameters, batch) -> (gradients, sums), before any optimizer; for tests and measurements.
     """
@@ -47,7 +47,7 @@ class Program:
     abstract_state: Tree
     batch_sharding: NamedSharding
     initialise: Callable[[int], Tree]
-    train_step: Callable[[Tree, dict], tuple[Tree, dict]]
+    train_step: jax.stages.Wrapped
     score: Callable[[Tree, dict], tuple[jax.Array, jax.Array, jax.Array]]
     gradients: Callable[[Tree, dict], tuple[Tree, dict]]
 

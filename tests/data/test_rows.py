@@ -4,7 +4,7 @@ import pytest
 from data_configs import text_config, vision_config
 
 from jaxforge.config.errors import ConfigError
-from jaxforge.data import make_source, row_spec
+from jaxforge.data import eval_source, row_spec, train_source
 from jaxforge.data.digits import DigitsSource
 from jaxforge.data.synthetic import SyntheticSource
 
@@ -23,7 +23,7 @@ TWO_FRAMES = {"in_channels": 3, "temporal_patch_size": 2}
     ],
 )
 def test_rows_of_every_source_are_what_the_step_is_compiled_for(config):
-    row = make_source(config, "train").row(2)
+    row = train_source(config).row(2)
     assert {key: (array.shape, array.dtype) for key, array in row.items()} == {
         key: (spec.shape, spec.dtype) for key, spec in row_spec(config).items()
     }
@@ -53,6 +53,6 @@ def test_patches_must_make_whole_squares(patches, way_out):
 
 
 def test_the_config_chooses_the_source():
-    assert isinstance(make_source(vision_config("digits"), "eval"), DigitsSource)
-    assert isinstance(make_source(vision_config("synthetic"), "train"), SyntheticSource)
-    assert make_source(vision_config("synthetic"), "eval") is None
+    assert isinstance(eval_source(vision_config("digits")), DigitsSource)
+    assert isinstance(train_source(vision_config("synthetic")), SyntheticSource)
+    assert eval_source(vision_config("synthetic")) is None
