@@ -90,7 +90,7 @@ def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads:
     """
     count = jnp.maximum(sums["target_tokens"], 1)
     loss = sums["loss"] / count
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, next_optimizer = optimizer.update(grads, state["optimizer"], state["trainable"])
     next_trainable = optax.apply_updates(state["trainable"], updates)
