@@ -11,14 +11,14 @@ from PIL import Image
 
 from jaxforge.config.errors import ConfigError
 
-SMALLEST, LARGEST = 14, 26  # side of a digit's box, in pixels
-TWO_LINES_SHARE = 0.25
+SMALLEST_SHARE = 0.7  # side of the smallest digit's box, as a share of its cell's
+MOST_LINES = 3
 HELD_OUT_SHARE = 0.2
 _BOX = 9  # pixels of the 8 x 8 original across a digit's box, so that a turned digit isn't cut
 _CELL = 18  # side of a digit's cell in the atlas: a turned and slanted box of 9 never reaches the next digit
 _ATLAS_ACROSS = 40
 _CURVES = 8
-CHANCES = 10  # random numbers for an image, and for each digit
+CHANCES = 11  # random numbers for an image, and for each digit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,39 +98,30 @@ class Layout:
     shapes: tuple[Sequence[float], ...]
 
 
-def lay_out(chances: Sequence[Sequence[float]], digits: DigitImages, digits_max: int, factor: int) -> Layout:
-    """Chooses 1 to `digits_max` digits and places them in one line or two, with varied sizes, gaps and heights.
+def lay_out(chances: Sequence[Sequence[float]], digits: DigitImages, digits_max: int, cell: int) -> Layout:
+    """Chooses 1 to `digits_max` digits and strews them over a canvas of one line to three.
 
-    The canvas is as small as `factor` (which both sides are multiples of) allows, so more or larger digits have more
-    pixels.  `chances` are the random numbers in [0, 1) that decide: `CHANCES` of them for the image, and as many for
-    each digit up to `digits_max`.
+    The canvas is a grid of cells of `cell` pixels a side, some of them left blank; a digit's size and its place inside
+    its cell vary.  `chances` are the random numbers in [0, 1) that decide: `CHANCES` of them for the image, and as many
+    for each digit up to `digits_max`.
     """
-    (many, large, two_lines, down, *across), *each = chances
-    count, size = 1 + int(many * digits_max), SMALLEST + int(large * (LARGEST - SMALLEST + 1))
-    numbers, sides, gaps, drops, shapes = [], [], [], [], []
-    for which, side, gap, drop, *shape in each[:count]:
-        numbers.append(int(which * len(digits.labels)))
-        sides.append(min(max(size - 2 + int(5 * side), SMALLEST), LARGEST))
-        gaps.append(round(_most_gap(size) * gap))
-        drops.append(round(_most_drop(size) * drop))
-        shapes.append(shape)
-    middle = (count + 1) // 2
-    lines = [range(count)]
-    if count > 1 and two_lines < TWO_LINES_SHARE:
-        lines = [range(middle), range(middle, count)]
-
-    widths = [sum(sides[i] + gaps[i] for i in line) - gaps[line[-1]] for line in lines]
-    heights = [max(sides[i] + drops[i] for i in line) for line in lines]
-    height, width = _up(sum(heights), factor), _up(max(widths), factor)
-    boxes = []
-    top = round((height - sum(heights)) * down)
-    for line, line_width, line_height, chance in zip(lines, widths, heights, across, strict=False):
-        left = round((width - line_width) * chance)
-        for i in line:
-            boxes.append(Box(numbers[i], left, top + drops[i], sides[i]))
-            left += sides[i] + gaps[i]
-        top += line_height
-    return Layout(height, width, tuple(boxes), tuple(shapes))
+    (many, split, wide, large, *_), *each = chances
+    count = 1 + int(many * digits_max)
+    lines = 1 + int(split * min(count, MOST_LINES))
+    across = math.ceil(count / lines) + int(2 * wide)
+    smallest = round(SMALLEST_SHARE * cell)
+    size = smallest + large * (cell - smallest)
+    free = list(range(lines * across))
+    placed = []
+    for which, where, side_chance, right, down, *shape in each[:count]:
+        place = free.pop(int(where * len(free)))
+        side = min(max(round(size - 2 + 4 * side_chance), smallest), cell)
+        row, column = divmod(place, across)
+        left, top = column * cell + round(right * (cell - side)), row * cell + round(down * (cell - side))
+        placed.append((place, Box(int(which * len(digits.labels)), left, top, side), shape))
+    placed.sort(key=lambda one: one[0])
+    _, boxes, shapes = zip(*placed, strict=True)
+    return Layout(lines * cell, across * cell, boxes, shapes)
 
 
 def draw(layout: Layout, digits: DigitImages, augment: bool) -> np.ndarray:
@@ -153,13 +144,13 @@ def draw(layout: Layout, digits: DigitImages, augment: bool) -> np.ndarray:
     return 255 - ink_HW
 
 
-def largest_image(digits_max: int, factor: int) -> tuple[int, int]:
+def largest_image(digits_max: int, cell: int) -> tuple[int, int]:
     """Height and width in pixels of the image with most pixels that `lay_out` can give."""
-    sizes = []
-    for lines in (1, 2)[:digits_max]:
-        across = math.ceil(digits_max / lines)
-        width = across * LARGEST + (across - 1) * _most_gap(LARGEST)
-        sizes.append((_up(lines * (LARGEST + _most_drop(LARGEST)), factor), _up(width, factor)))
+    sizes = [
+        (lines * cell, (math.ceil(count / lines) + 1) * cell)
+        for count in range(1, digits_max + 1)
+        for lines in range(1, min(count, MOST_LINES) + 1)
+    ]
     return max(sizes, key=math.prod)
 
 
@@ -185,15 +176,3 @@ def _ink_curves() -> np.ndarray:
     """Curves from ink to ink [strength, weight, 256] uint8: strengths 0.6 to 1, weights as exponents 0.7 to 1.4."""
     strengths, exponents = np.linspace(0.6, 1.0, _CURVES), np.linspace(0.7, 1.4, _CURVES)
     return (255 * strengths[:, None, None] * (np.arange(256) / 255) ** exponents[:, None]).astype(np.uint8)
-
-
-def _most_gap(size: int) -> int:
-    return size // 3
-
-
-def _most_drop(size: int) -> int:
-    return size // 5
-
-
-def _up(length: int, factor: int) -> int:
-    return -(-length // factor) * factor

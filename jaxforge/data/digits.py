@@ -27,6 +27,8 @@ SPLITS = ("train", "eval")
 EVAL_SEED = 0
 # Samples that may be passed over to fill the end of a row; each favours short samples a little.
 TRIES = 3
+# Mean and standard deviation of the training images' pixels, from 0 (ink) to 1 (paper).
+PIXEL_MEAN, PIXEL_STD = 0.89, 0.23
 _BLOCK = 16
 
 
@@ -85,22 +87,23 @@ class DigitsSource:
         return self._draw(self._plan(index))
 
     def document(self, sample: Sample, room: int = 0) -> Document:
-        """A sample as image, question, answer and end token; the loss counts the last two.
+        """A sample as question, image, answer and end token; the loss counts the last two.
 
-        Padding tokens follow until the answer has at least `room` tokens.
+        The question comes first, so that what is seen can be read for it.  Padding tokens follow until the answer has
+        at least `room` tokens.
         """
         tokenizer = self.tokenizer
-        pixels_HW1 = (sample.image[..., None] / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
+        pixels_HW1 = (sample.image[..., None] / np.float32(255) - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
         image = patchify(np.repeat(pixels_HW1, self._encoder.in_channels, axis=-1), self._encoder)
+        question = [tokenizer.question, *tokenizer.encode(sample.question)]
         visual = [tokenizer.image] * (len(image.patches_PC) // self._encoder.spatial_merge_size**2)
-        question = [tokenizer.question, *tokenizer.encode(sample.question), tokenizer.answer]
         answer = [*tokenizer.encode(sample.answer), tokenizer.end]
         padding = [tokenizer.pad] * (room - len(answer))
-        tokens = np.array([*visual, *question, *answer, *padding], np.int32)
-        prompt = len(visual) + len(question)
+        tokens = np.array([*question, *visual, tokenizer.answer, *answer, *padding], np.int32)
+        prompt = len(question) + len(visual) + 1
         place = np.arange(len(tokens))
         mask = (place >= prompt) & (place < prompt + len(answer))
-        return Document(tokens, mask, place < len(visual), (image,))
+        return Document(tokens, mask, tokens == tokenizer.image, (image,))
 
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Row `index`: samples from `index * seq_length` on, until no more fit; no two rows share a sample."""
@@ -144,6 +147,7 @@ class DigitsSource:
     def _plan(self, index: int) -> "_Plan":
         block, place = divmod(index, _BLOCK)
         (chances, *layout_chances) = _chances(self._seed, self.split, block, self._digits_max)[place].tolist()
+        # a cell is a visual token, so a digit is never spread over several: a small model learns that in minutes
         layout = lay_out(layout_chances, self._digits, self._digits_max, self._factor)
         kind = KINDS[int(chances[0] * len(KINDS))]
         question = QUESTIONS[kind][int(chances[1] * len(QUESTIONS[kind]))]
