@@ -171,8 +171,8 @@ def described_devices(topology: Topology) -> list[Any]:
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise ConfigError(
             "compiling for a GPU needs JAX's CUDA compiler plugin; run: make setup-gpu-compile"
-            f" (or pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} --no-deps"
-            " nvidia-cudnn-cu12)"
+            f" (or pip install --no-deps jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}"
+            " nvidia-cuda-nvcc-cu12 nvidia-cudnn-cu12)"
         )
     try:
         description = topologies.get_topology_desc(

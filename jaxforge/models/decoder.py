@@ -89,9 +89,16 @@ class Decoder(nnx.Module):
         """Token embeddings [B, S, D], visual tokens in their places."""
         x_BSD = embed(self.embedding_VD[...], tokens_BS, self.placement)
         if visual_BND is not None and visual_index_BS is not None:
-            placed_BSD = gather_rows(visual_BND, visual_index_BS, self.placement)
+            placed_BSD = self._place(visual_BND, visual_index_BS)
             x_BSD = jnp.where((visual_index_BS >= 0)[..., None], placed_BSD, x_BSD)
         return self.placement.constrain(x_BSD, RESIDUAL)
+
+    def _place(self, visual_BND: jax.Array, index_BS: jax.Array) -> jax.Array:
+        """Visual tokens at their places [B, S, D], laid out as the residual stream.
+
+        Left to the partitioner, the lookup's layout by width would spread to the whole residual stream.
+        """
+        return self.placement.constrain(gather_rows(visual_BND, index_BS, self.placement), RESIDUAL)
 
     def hidden(
         self,
@@ -114,8 +121,7 @@ class Decoder(nnx.Module):
                     deepstack_JBND, jnp.minimum(index, num_features - 1), keepdims=False
                 )
                 index_BS = jnp.where(index < num_features, visual_index_BS, -1)
-                x_BSD = x_BSD + gather_rows(feature_BND, index_BS, self.placement)
-                x_BSD = self.placement.constrain(x_BSD, RESIDUAL)
+                x_BSD = self.placement.constrain(x_BSD + self._place(feature_BND, index_BS), RESIDUAL)
             return x_BSD
 
         x_BSD = scan_layers(self.layers, step, x_BSD, jnp.arange(self.config.num_layers), self.segments)

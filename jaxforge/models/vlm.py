@@ -15,8 +15,8 @@ from jaxforge.ops.placement import SINGLE_DEVICE, Placement
 class VisionLanguageModel(nnx.Module):
     """Reads a batch (the format is in docs/architecture.md) without its microbatch dimension: arrays [B, ...].
 
-    Without `config.encoder` it is a language model, and the batch has no patch keys.  In training with dropout the batch
-    also has `dropout_keys` [B, 2] uint32, a random key for each row.
+    Without `config.encoder` it is a language model, and the batch has no patch keys.  In training with dropout the
+    batch also has `dropout_keys` [B, 2] uint32, a random key for each row.
     """
 
     def __init__(

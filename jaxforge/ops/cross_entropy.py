@@ -75,7 +75,8 @@ def _token_losses(hidden_BSD, head_vD, targets_BS, vocab_size, axes):
     """-log p(target) and log-sum-exp per token [B, S], and this shard's masked logits [B, S, v], all fp32."""
     num_rows = head_vD.shape[0]
     first = lax.axis_index(axes) * num_rows
-    logits_BSv = _project(hidden_BSD, head_vD)
+    # each device's part of the hidden state's cotangent differs; the transpose of this cast sums them
+    logits_BSv = _project(lax.pcast(hidden_BSD, axes, to="varying"), head_vD)
     logits_BSv = jnp.where(first + jnp.arange(num_rows) < vocab_size, logits_BSv, MASKED)
     max_BS = lax.pmax(lax.stop_gradient(logits_BSv.max(-1)), axes)
     lse_BS = max_BS + jnp.log(lax.psum(jnp.exp(logits_BSv - max_BS[..., None]).sum(-1), axes))

@@ -60,7 +60,9 @@ class Placement:
             in_specs=tuple(self.spec(names) for names in in_names),
             out_specs=self.spec(out_names) if is_one else tuple(self.spec(names) for names in out_names),
             axis_names=set(self.manual_axes),
-            check_vma=False,
+            # with it JAX knows what is equal along an axis, and reduces cotangents along no axis that it needn't: the
+            # encoder's aren't summed over tensor_outer, along which all of them are equal
+            check_vma=True,
         )
 
 

@@ -1,7 +1,8 @@
 """The encoder's layout under the decoder's: hetero tensor parallelism.
 
 The decoder's tensor group is tensor_outer x tensor_inner; the encoder shards over tensor_inner alone and is replicated
-over tensor_outer.  Its visual tokens come out replicated over the group, which is how the decoder's embedding reads them.
+over tensor_outer.  Its visual tokens come out replicated over the group, which is how the decoder's embedding reads
+them.
 """
 
 from jaxforge.cluster.mesh import TENSOR_AXES

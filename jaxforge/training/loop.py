@@ -136,7 +136,8 @@ class _Run:
             if first < config.train.steps:
                 train_step, step_bytes = self._compile(progress)
                 progress = Progress(config.train.steps, config.train.log_every_steps, first_step=first)
-                with Loader(train_source(config), config, self.mesh, self.microbatches, start_step=first) as loader, progress:
+                loader = Loader(train_source(config), config, self.mesh, self.microbatches, start_step=first)
+                with loader, progress:
                     for done in range(first + 1, config.train.steps + 1):
                         state, row = self._step(train_step, state, loader, done, step_bytes)
                         progress.update(metrics.write(row))

@@ -1,0 +1,289 @@
+"""What a run would need on a cluster that isn't here: its very train step, compiled for described GPUs."""
+
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxforge.cluster import (
+    Gpu,
+    MeshLayout,
+    Topology,
+    axes_crossing_nodes,
+    build_mesh,
+    describe,
+    described_devices,
+    parse_topology,
+)
+from jaxforge.config import Config, ConfigError, resolve, validate
+from jaxforge.config.derived import num_microbatches
+from jaxforge.data.rows import row_spec
+from jaxforge.training.collectives import Collective, find_collectives
+from jaxforge.training.flops import model_flops_per_step
+from jaxforge.training.program import Program, abstract_batch, attention_backend, build_program, compute_dtype
+
+# What the compiler doesn't see: the CUDA context and the kernels' code, NCCL's buffers, cuDNN's workspace (it is 0 in
+# the compiler's account), and the next batch.  2 GiB is an allowance, not a measurement.
+RESERVE_BYTES = 2 * 2**30
+# The share of a GPU that JAX takes for itself unless told otherwise (docs.jax.dev, "GPU memory allocation").
+DEFAULT_MEMORY_FRACTION = 0.75
+_HEARTBEAT_SECONDS = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes on each GPU while a step runs, as the compiler's buffer assignment has them; `capacity` is the GPU's.
+
+    `peak` is arguments + temporary + output - aliased: the GPU runtime holds every allocation of a program for as long
+    as it runs, so this is what is taken, and a little more than what is alive at the worst moment.
+    """
+
+    arguments: int
+    temporary: int
+    output: int
+    aliased: int
+    peak: int
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryParts:
+    """What the arguments and the temporary memory of a GPU consist of, in bytes.
+
+    Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients and
+    compute weights are computed too; `activations` is what remains of the temporary memory at its peak: saved
+    activations, logits, communication buffers and workspace.  (Memory is used again within a step, so they may be
+    larger at a moment when gradients don't all exist yet.)
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    compute_weights: int
+    activations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How the microbatches pass through the stages.  Without pipeline parallelism there is one stage: no bubble."""
+
+    ticks: int
+    bubble_fraction: float
+    max_chunks_in_flight: int
+    layers_by_rank: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """What `plan` found; `to_json` has the keys that others rely on.
+
+    Attributes:
+      topology: such as "h100:1x8".
+      host_bytes: in host memory, for each GPU.
+      fits: whether peak + reserve_bytes is within the GPU's capacity.
+      collectives: as `jaxforge.training.collectives` describes them.
+      model_flops_per_step: of all GPUs together, as `jaxforge.training.flops` counts them.
+      tokens_per_step: of full rows.
+      compile_seconds: tracing and compiling.
+      num_parameters: of the whole model, frozen ones included.
+    """
+
+    topology: str
+    device_bytes: DeviceBytes
+    host_bytes: int
+    fits: bool
+    collectives: list[Collective]
+    model_flops_per_step: int
+    tokens_per_step: int
+    compile_seconds: float
+    pipeline: Pipeline
+    memory_parts: MemoryParts
+    reserve_bytes: int
+    num_parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain dicts and lists."""
+        return dataclasses.asdict(self)
+
+
+def plan(
+    config: ConfigDict | Config, topology: str = "h100:1x8", say: Callable[[str], None] = print
+) -> PlanReport:
+    """Compiles the train step of a run for GPUs that aren't here, and reports its memory and communication.
+
+    Nothing runs, and no GPU is used.  `train.simulated_devices` is about this machine, and is left aside.
+
+    Args:
+      config: from `load_config`, perhaps changed since.
+      topology: GPU:HOSTSxGPUS, where GPU is h100, h200, b200 or a100.
+      say: takes lines of progress.
+
+    Raises:
+      ConfigError: for a config that such a cluster can't run, or without the compiler for it.
+    """
+    if not isinstance(config, Config):
+        config = resolve(config)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, simulated_devices=None))
+    cluster = parse_topology(topology)
+    validate(config, cluster.num_devices, "gpu")
+    layout = MeshLayout.from_config(config, cluster.num_devices)
+    devices = described_devices(cluster)
+    mesh = build_mesh(layout, devices)
+    say(describe_plan(config, cluster, layout, mesh))
+
+    began = time.perf_counter()
+    with _heartbeat(say), _missing_libraries_as_config_errors(attention_backend(config, "gpu")):
+        _compile_something(devices[0])
+        program = build_program(config, mesh, "gpu")
+        microbatches = num_microbatches(config, cluster.num_devices)
+        rows = config.train.global_batch_size // microbatches
+        batch = abstract_batch(row_spec(config), microbatches, rows, program.batch_sharding)
+        compiled = program.train_step.lower(program.abstract_state, batch).compile()
+    compile_seconds = time.perf_counter() - began
+
+    analysis, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert analysis is not None and hlo is not None  # other compilers may give none
+    device_bytes = _device_bytes(analysis, cluster.gpu)
+    state = program.abstract_state
+    return PlanReport(
+        topology=topology,
+        device_bytes=device_bytes,
+        host_bytes=analysis.host_argument_size_in_bytes
+        + analysis.host_output_size_in_bytes
+        + analysis.host_temp_size_in_bytes
+        - analysis.host_alias_size_in_bytes,
+        fits=device_bytes.peak + RESERVE_BYTES <= device_bytes.capacity,
+        collectives=find_collectives(hlo, dict(mesh.shape)),
+        model_flops_per_step=model_flops_per_step(config),
+        tokens_per_step=config.train.global_batch_size * config.train.seq_length,
+        compile_seconds=compile_seconds,
+        pipeline=Pipeline(
+            ticks=microbatches,
+            bubble_fraction=0.0,
+            max_chunks_in_flight=1,
+            layers_by_rank=[list(range(config.model.decoder.num_layers))],
+        ),
+        memory_parts=_memory_parts(config, program, batch, device_bytes.temporary),
+        reserve_bytes=RESERVE_BYTES,
+        num_parameters=sum(leaf.size for leaf in jax.tree.leaves((state["trainable"], state["frozen"]))),
+    )
+
+
+def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: jax.sharding.Mesh) -> str:
+    """What will be compiled for what, known before it is compiled."""
+    train = config.train
+    microbatches = num_microbatches(config, cluster.num_devices)
+    parts = [f"decoder TP {layout.tensor_parallel_size}"]
+    if config.model.encoder is not None:
+        parts.append(f"encoder TP {layout.encoder_tensor_parallel_size}")
+    crossing = [axis for axis, crosses in axes_crossing_nodes(mesh).items() if crosses]
+    return "\n".join(
+        [
+            f"compiling the train step for {cluster.num_devices} x {cluster.gpu.description}"
+            f" ({cluster.hosts} x {cluster.gpus_per_host}): {', '.join(parts)}, DP {layout.data_parallel_size},"
+            f" {compute_dtype(config, 'gpu').name}, {attention_backend(config, 'gpu')} attention",
+            f"a step is {train.global_batch_size} rows x {train.seq_length} tokens: {microbatches} microbatches of"
+            f" {train.micro_batch_size} on each data parallel rank",
+            describe(mesh, layout) if crossing else "every axis stays inside a node",
+        ]
+    )
+
+
+@contextlib.contextmanager
+def _heartbeat(say: Callable[[str], None]) -> Iterator[None]:
+    """Says every few seconds that the compiler is still at work: it reports no progress of its own."""
+    done = threading.Event()
+    began = time.perf_counter()
+
+    def beat():
+        while not done.wait(_HEARTBEAT_SECONDS):
+            say(f"compiling: {time.perf_counter() - began:.0f} s")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _compile_something(device: Any) -> None:
+    """A program of one multiplication: without ptxas a large one ends the process after minutes, this one raises."""
+    x = jax.ShapeDtypeStruct((256,), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    jax.jit(lambda x: x * 2).lower(x).compile()
+
+
+@contextlib.contextmanager
+def _missing_libraries_as_config_errors(backend: str) -> Iterator[None]:
+    """What the compiler lacks; and what JAX's cuDNN attention, which checks it while it is traced, can't compute."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if backend != "cudnn":
+            raise
+        raise ConfigError(
+            f"train.attention_backend is cudnn on GPU, which can't compute this: {error}"
+            " (set train.attention_backend=xla)"
+        ) from error
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        if "No PTX compilation provider" in first_line:
+            raise ConfigError(
+                "compiling for a GPU needs ptxas, of NVIDIA's CUDA toolkit; run: make setup-gpu-compile"
+                " (or pip install --no-deps nvidia-cuda-nvcc-cu12)"
+            ) from error
+        if "cudnn" in first_line.lower():
+            raise ConfigError(
+                f"train.attention_backend is cudnn on GPU, and there is no cuDNN to compile for ({first_line}); run:"
+                " make setup-gpu-compile (or pip install --no-deps nvidia-cudnn-cu12), or set"
+                " train.attention_backend=xla"
+            ) from error
+        raise
+
+
+def _device_bytes(analysis: Any, gpu: Gpu) -> DeviceBytes:
+    arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    output, aliased = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
+    peak = arguments + temporary + output - aliased
+    return DeviceBytes(arguments, temporary, output, aliased, peak, gpu.capacity)
+
+
+def _memory_parts(config: Config, program: Program, batch: Any, temporary: int) -> MemoryParts:
+    state = program.abstract_state
+    trainable, frozen = count_per_device(state["trainable"]), count_per_device(state["frozen"])
+    dtype = compute_dtype(config, "gpu")
+    # accumulated in fp32 over microbatches, beside those of one microbatch in the compute dtype
+    gradients = trainable * (4 + dtype.itemsize)
+    compute_weights = (trainable + frozen) * dtype.itemsize if dtype != np.float32 else 0
+    return MemoryParts(
+        parameters=bytes_per_device((state["trainable"], state["frozen"])),
+        optimizer=bytes_per_device((state["optimizer"], state["step"])),
+        batch=bytes_per_device(batch),
+        gradients=gradients,
+        compute_weights=compute_weights,
+        # below 0 where the compiler fuses small tensors away or reuses their memory
+        activations=max(0, temporary - gradients - compute_weights),
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """What one device holds of a tree of ShapeDtypeStructs with shardings."""
+    return sum(_shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def count_per_device(tree: Any) -> int:
+    """How many numbers one device holds of a tree of ShapeDtypeStructs with shardings."""
+    return sum(_shard_size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _shard_size(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))

@@ -1,0 +1,161 @@
+"""AdamW against a loop over numbers, and which parameters it touches."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxforge.config.errors import ConfigError
+from jaxforge.config.schema import OptimizerConfig
+from jaxforge.optim import make_optimizer, split_trainable
+from jaxforge.optim.paths import decays, join, matches, parameter_paths
+
+PARAMETERS = {
+    "encoder": {"layers": {"mlp": {"up_DF": jnp.array([[1.0, -2.0]]), "up_bias_F": jnp.array([0.5])}}},
+    "decoder": {"final_norm": {"scale": jnp.array([1.5, 1.0])}, "head_VD": jnp.array([[0.3], [-0.1]])},
+}
+GRADIENTS = [jax.tree.map(lambda p, n=n: jnp.sin(5 * p + n), PARAMETERS) for n in range(3)]
+
+
+def by_path(tree) -> dict:
+    paths = jax.tree.leaves(parameter_paths(tree))
+    return dict(zip(paths, jax.tree.leaves(tree), strict=True))
+
+
+def after_updates(config, parameters=PARAMETERS, gradients=GRADIENTS, steps=100):
+    optimizer = make_optimizer(config, steps, parameters)
+    state = optimizer.init(parameters)
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+    return by_path(parameters)
+
+
+# tolerances below are fp32's rounding of values that pass from order 1 to their results
+def adamw_by_hand(values, gradients, rates, *, beta1, beta2, epsilon, decay):
+    """One number at a time: Loshchilov and Hutter 2017, algorithm 2, with the decay multiplied by the rate."""
+    values = [float(v) for v in values]
+    for i in range(len(values)):
+        m = v = 0.0
+        for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+            g = float(gradient[i])
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g * g
+            direction = (m / (1 - beta1**step)) / (math.sqrt(v / (1 - beta2**step)) + epsilon)
+            values[i] -= rate * (direction + decay * values[i])
+    return values
+
+
+def expected_after(path, rates, decay, clip=lambda step: 1.0):
+    gradients = [by_path(g)[path].ravel() * clip(step) for step, g in enumerate(GRADIENTS)]
+    return adamw_by_hand(
+        by_path(PARAMETERS)[path].ravel(), gradients, rates, beta1=0.8, beta2=0.9, epsilon=1e-3, decay=decay
+    )
+
+
+def config_of(**fields):
+    given = dict(
+        learning_rate=0.1, lr_decay_style="constant", adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3,
+        weight_decay=0.5, clip_grad=0.0,
+    )  # fmt: skip
+    return OptimizerConfig(**given | fields)
+
+
+def test_three_updates_are_those_of_adamw_and_norms_and_biases_do_not_decay():
+    found = after_updates(config_of())
+    for path, values in found.items():
+        decay = 0.0 if path in ("encoder/layers/mlp/up_bias_F", "decoder/final_norm/scale") else 0.5
+        expected = expected_after(path, [0.1] * 3, decay)
+        np.testing.assert_allclose(values.ravel(), expected, rtol=1e-6, atol=2e-7, err_msg=path)
+
+
+def test_the_schedule_counts_updates_from_zero():
+    found = after_updates(config_of(lr_warmup_iters=2))
+    path = "decoder/head_VD"
+    np.testing.assert_allclose(found[path].ravel(), expected_after(path, [0.05, 0.1, 0.1], 0.5), rtol=1e-6, atol=2e-7)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_together():
+    norms = [math.sqrt(sum(float(jnp.sum(g**2)) for g in by_path(gradient).values())) for gradient in GRADIENTS]
+    limit = sorted(norms)[1]  # clips one of the three, leaves two alone
+    assert sum(norm > limit for norm in norms) == 1
+    found = after_updates(config_of(clip_grad=limit))
+    for path in found:
+        decay = 0.0 if path in ("encoder/layers/mlp/up_bias_F", "decoder/final_norm/scale") else 0.5
+        expected = expected_after(path, [0.1] * 3, decay, clip=lambda step: min(1, limit / norms[step]))
+        np.testing.assert_allclose(found[path].ravel(), expected, rtol=1e-6, atol=2e-7, err_msg=path)
+
+
+def test_the_first_pattern_that_matches_scales_the_learning_rate_of_a_parameter():
+    found = after_updates(config_of(lr_scale=(("*/final_norm/*", 3.0), ("decoder/**", 0.5))))
+    scales = {"decoder/final_norm/scale": 0.3, "decoder/head_VD": 0.05}
+    for path in found:
+        decay = 0.0 if path in ("encoder/layers/mlp/up_bias_F", "decoder/final_norm/scale") else 0.5
+        expected = expected_after(path, [scales.get(path, 0.1)] * 3, decay)
+        np.testing.assert_allclose(found[path].ravel(), expected, rtol=1e-6, atol=2e-7, err_msg=path)
+
+
+def test_only_norms_and_biases_are_free_of_decay():
+    paths = {
+        "decoder/embedding_VD": True,
+        "decoder/layers/attention/query_DHK": True,
+        "encoder/position_ND": True,
+        "decoder/layers/attention/query_bias_HK": False,
+        "encoder/patch_bias_D": False,
+        "encoder/layers/mlp_norm/bias": False,
+        "decoder/layers/attention_norm/scale": False,
+    }
+    assert {path: decays(path) for path in paths} == paths
+
+
+@pytest.mark.parametrize(
+    "pattern, path, expected",
+    [
+        ("encoder/**", "encoder/layers/mlp/up_DF", True),
+        ("encoder", "encoder/layers/mlp/up_DF", True),
+        ("encoder/*", "encoder/layers/mlp/up_DF", True),
+        ("encoder/layers/mlp/*", "encoder/layers/attention/out_HKD", False),
+        ("*_norm/scale", "decoder/layers/mlp_norm/scale", True),
+        ("encoder/**", "encoder_2/up_DF", False),
+        ("encoder", "decoder/encoder/up_DF", False),
+        ("Encoder/**", "encoder/up_DF", False),
+    ],
+)
+def test_patterns_match_whole_paths(pattern, path, expected):
+    assert matches(path, pattern) == expected
+
+
+def test_frozen_parameters_are_taken_out_with_their_folders():
+    trainable, frozen = split_trainable(PARAMETERS, ("encoder/**", "decoder/final_norm/*"))
+    assert list(by_path(trainable)) == ["decoder/head_VD"]
+    assert sorted(by_path(frozen)) == [
+        "decoder/final_norm/scale", "encoder/layers/mlp/up_DF", "encoder/layers/mlp/up_bias_F",
+    ]  # fmt: skip
+    assert "encoder" not in trainable and "head_VD" not in frozen["decoder"]
+    assert by_path(join(trainable, frozen)) == by_path(PARAMETERS)
+
+
+def test_without_patterns_everything_trains():
+    trainable, frozen = split_trainable(PARAMETERS, ())
+    assert by_path(trainable) == by_path(PARAMETERS) and frozen == {}
+
+
+def test_a_pattern_without_effect_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.freeze.*'encodr/\*\*'.*decoder/final_norm"):
+        split_trainable(PARAMETERS, ("decoder/**", "encodr/**"))
+    with pytest.raises(ConfigError, match=r"optimizer\.lr_scale.*'vision/\*'"):
+        make_optimizer(config_of(lr_scale=(("vision/*", 0.1),)), 10, PARAMETERS)
+
+
+def test_a_learning_rate_for_frozen_parameters_alone_is_refused():
+    trainable, _ = split_trainable(PARAMETERS, ("encoder/**",))
+    with pytest.raises(ConfigError, match=r"optimizer\.lr_scale.*'encoder/\*\*'"):
+        make_optimizer(config_of(lr_scale=(("encoder/**", 0.1),)), 10, trainable)
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(ConfigError, match="nothing to train"):
+        split_trainable(PARAMETERS, ("*",))

@@ -1,0 +1,159 @@
+"""Any layout gives the numbers of one device: loss to 1e-6 relative, every gradient to 1e-5 of its largest entry, fp32.
+
+JAXFORGE_INVARIANCE_TABLE=FILE writes the largest deviation of each layout as a markdown table.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import ENCODERS, microbatches, random_parameters, rows_of_many_kinds, tiny_config
+
+from jaxforge.cluster.mesh import build_mesh, mesh_layout
+from jaxforge.training.program import build_program, make_model
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
+Z_LOSS = 0.1
+NUM_ROWS = 4
+FAST = {("qwen2_5_vit", 2, 1, True), ("qwen3_vit", 4, 2, False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the devices are shared; the micro-batch is that of one data parallel rank."""
+
+    encoder: str
+    tensor: int
+    encoder_tensor: int
+    sequence_parallel: bool
+    data: int
+    micro_batch: int
+
+    def __str__(self):
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        return (
+            f"{self.encoder}, encoder TP {self.encoder_tensor}, decoder TP {self.tensor}{sequence}, DP {self.data},"
+            f" micro-batch {self.micro_batch}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """Of the loss, relative; and of the gradient that deviates most, relative to its largest entry."""
+
+    loss: float
+    gradient: float
+    worst: str
+
+
+def tensor_layouts():
+    """(encoder, decoder TP, encoder TP, sequence parallel), where encoder TP divides decoder TP."""
+    cases = []
+    for encoder, tensor, encoder_tensor, sequence in itertools.product(ENCODERS, (1, 2, 4), (1, 2, 4), (False, True)):
+        if tensor % encoder_tensor == 0 and (tensor > 1 or not sequence):
+            case = (encoder, tensor, encoder_tensor, sequence)
+            cases.append(pytest.param(*case, marks=() if case in FAST else pytest.mark.slow))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Layouts and their deviations; written at the end where the environment asks for it."""
+    deviations: dict[Layout, Deviation] = {}
+    yield deviations
+    if path := os.environ.get("JAXFORGE_INVARIANCE_TABLE"):
+        Path(path).write_text(markdown(deviations))
+
+
+@functools.cache
+def problem(encoder: str):
+    """Parameters, rows, and the loss and gradients of all rows at once on one device, without any shard_map."""
+    config = tiny_config(encoder, loss=dict(z_loss_coefficient=Z_LOSS))
+    parameters, rows = random_parameters(config), rows_of_many_kinds(config)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0))))
+    num_targets = np.sum(rows["targets"] != -100)
+
+    @jax.jit
+    @jax.value_and_grad
+    def objective(parameters):
+        loss, z = nnx.merge(graph, parameters).loss(rows)
+        return (loss + Z_LOSS * z) / num_targets
+
+    loss, gradients = objective(parameters)
+    return parameters, rows, float(loss), gradients
+
+
+def lowered(layout: Layout):
+    """The gradients' program for a layout, ready to compile, and its arguments."""
+    parameters, rows, *_ = problem(layout.encoder)
+    parallel = dict(tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.sequence_parallel)
+    config = tiny_config(
+        layout.encoder,
+        encoder_changes=dict(tensor_model_parallel_size=layout.encoder_tensor),
+        parallel=parallel,
+        loss=dict(z_loss_coefficient=Z_LOSS),
+    )
+    mesh_sizes = mesh_layout(layout.tensor * layout.data, tensor=layout.tensor, encoder_tensor=layout.encoder_tensor)
+    mesh = build_mesh(mesh_sizes, jax.devices()[: mesh_sizes.num_devices])
+    program = build_program(config, mesh, "cpu")
+    batch = microbatches(rows, NUM_ROWS // (layout.data * layout.micro_batch))
+    shardings = jax.tree.map(lambda shape: shape.sharding, program.abstract_state["trainable"])
+    arguments = jax.device_put(parameters, shardings), jax.device_put(batch, program.batch_sharding)
+    return program.gradients.lower(*arguments), arguments
+
+
+def deviation(layout: Layout, gradients, sums) -> Deviation:
+    _, rows, expected_loss, expected = problem(layout.encoder)
+    loss = (float(sums["loss"]) + Z_LOSS * float(sums["z"])) / np.sum(rows["targets"] != -100)
+    relative = {}
+    for (path, gradient), reference in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
+    ):
+        largest = np.abs(reference).max()
+        assert largest > 0, f"the reference gives {jax.tree_util.keystr(path)} no gradient"
+        relative[jax.tree_util.keystr(path, simple=True, separator="/")] = np.abs(gradient - reference).max() / largest
+    worst = max(relative, key=relative.__getitem__)
+    return Deviation(abs(loss / expected_loss - 1), float(relative[worst]), worst)
+
+
+@pytest.mark.timeout(900)  # four programs to compile
+@pytest.mark.parametrize("encoder, tensor, encoder_tensor, sequence_parallel", tensor_layouts())
+def test_every_layout_gives_the_loss_and_gradients_of_one_device(
+    table, encoder, tensor, encoder_tensor, sequence_parallel
+):
+    layouts = [
+        Layout(encoder, tensor, encoder_tensor, sequence_parallel, data, micro_batch)
+        for data, micro_batch in itertools.product((1, 2), (1, 2))
+    ]
+    # compiling takes all the time: two at once, while the next is traced
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        pending = []
+        for layout in layouts:
+            program, arguments = lowered(layout)
+            pending.append((layout, pool.submit(program.compile), arguments))
+        for layout, executable, arguments in pending:
+            table[layout] = deviation(layout, *executable.result()(*arguments))
+    for layout in layouts:
+        assert table[layout].loss <= LOSS_TOLERANCE, f"{layout}: {table[layout]}"
+        assert table[layout].gradient <= GRADIENT_TOLERANCE, f"{layout}: {table[layout]}"
+
+
+def markdown(deviations: dict[Layout, Deviation]) -> str:
+    lines = [
+        "| encoder | encoder TP | decoder TP | sequence parallel | DP | micro-batch | loss | gradient | of |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for layout, found in deviations.items():
+        sequence = "on" if layout.sequence_parallel else "off"
+        lines.append(
+            f"| {layout.encoder} | {layout.encoder_tensor} | {layout.tensor} | {sequence} | {layout.data} |"
+            f" {layout.micro_batch} | {found.loss:.1e} | {found.gradient:.1e} | `{found.worst}` |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,133 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxforge.config import ConfigError, load_config, resolve, validate
+from jaxforge.plan import main, show
+from jaxforge.training import planning
+from jaxforge.training.collectives import Collective
+from jaxforge.training.planning import DeviceBytes, MemoryParts, Pipeline, PlanReport
+
+GIB = 2**30
+
+
+def report(peak_gib: int, *, collectives: tuple[Collective, ...] = ()) -> PlanReport:
+    """A report whose figures are whole GiB, on GPUs of 80 GiB."""
+    temporary = peak_gib - 13
+    return PlanReport(
+        topology="h100:1x8",
+        device_bytes=DeviceBytes(13 * GIB, temporary * GIB, 12 * GIB, 12 * GIB, peak_gib * GIB, 80 * GIB),
+        host_bytes=0,
+        fits=peak_gib + 2 <= 80,
+        collectives=list(collectives),
+        model_flops_per_step=8 * 989 * 10**12,
+        tokens_per_step=65536,
+        compile_seconds=1.0,
+        pipeline=Pipeline(1, 0.0, 1, [[0]]),
+        memory_parts=MemoryParts(4 * GIB, 8 * GIB, GIB, 6 * GIB, 2 * GIB, (temporary - 8) * GIB),
+        reserve_bytes=2 * GIB,
+        num_parameters=10**9,
+    )
+
+
+def shown(report: PlanReport) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    show(report, console)
+    return console.file.getvalue()
+
+
+def test_the_memory_table_adds_up_to_the_peak():
+    table = shown(report(33))
+    figures = {
+        cells[1].strip(): float(cells[2])
+        for cells in (line.replace("│", "|").split("|") for line in table.splitlines() if "│" in line)
+        if cells[2].strip().replace(".", "").isdigit() and len(cells) == 5
+    }
+    top = ("parameters (fp32 masters)", "optimizer (moments)", "batch", "temporary", "results")
+    below = ("gradients (fp32 sum, bfloat16)", "compute weights", "activations, workspace")
+    assert sum(figures[name] for name in top) == figures["peak"] == 33
+    assert sum(figures[name] for name in below) == figures["temporary"] == 20
+
+
+def test_the_verdict_says_how_much_is_left_or_missing():
+    assert "fits: 45.00 GiB to spare" in shown(report(33))
+    assert "does not fit: 1.00 GiB too much" in shown(report(79))
+
+
+def test_a_run_that_needs_more_than_jax_takes_by_default_is_told_the_setting():
+    assert "MEM_FRACTION" not in shown(report(60))
+    # 75 % of 80 GiB are 60; all but the reserve of 2 are 97.5 %
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.97" in shown(report(61))
+
+
+def test_collectives_of_one_kind_over_the_same_axes_are_shown_together():
+    collectives = (
+        Collective("all-gather", ("tensor_outer", "tensor_inner"), bytes=2**20, count=1024, in_loop=True),
+        Collective("all-gather", ("tensor_outer", "tensor_inner"), bytes=2**21, count=512, in_loop=True),
+        Collective("all-reduce", ("replica",), bytes=2**30, count=1, in_loop=False),
+    )
+    table = shown(report(33, collectives=collectives))
+    lines = [" ".join(line.replace("│", " ").split()) for line in table.splitlines()]
+    assert "all-gather tensor_outer, tensor_inner yes 1536 2.00 2.00" in lines
+    assert "all-reduce replica no 1 1024.00 1.00" in lines
+
+
+def test_the_time_at_peak_is_flops_over_what_all_gpus_can_do():
+    assert "1.00 s at the peak of 8 H100" in shown(report(33))
+
+
+def test_the_command_writes_the_figures_as_json(monkeypatch, tmp_path):
+    monkeypatch.setattr(planning, "plan", lambda config, topology, say: report(33))
+    file = tmp_path / "p.json"
+    arguments = ["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x8", f"--json={file}"]
+    assert main(arguments) == 0
+    figures = json.loads(file.read_text())
+    assert figures["device_bytes"]["peak"] == 33 * GIB
+    assert figures["fits"] is True
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--topology=h100:1x8"], "--config"),
+        (["--config=configs/llama3_1_8b_pretrain.py"], "--topology"),
+        (["--config=configs/llama3_1_8b_pretrain.py", "--topology=v100:1x8"], "use h100, h200, b200, a100"),
+        (["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x6"], "6 devices don.t divide"),
+        (
+            ["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x8", "--json=/nowhere/p.json"],
+            "its folder doesn't exist",
+        ),
+        (["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x8", "--config.train.step=1"], "mean steps"),
+    ],
+)
+def test_what_the_user_can_mend_is_a_config_error_before_anything_is_compiled(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        main(arguments)
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (RuntimeError("cuDNN is not detected."), "pip install --no-deps nvidia-cudnn-cu12"),
+        (RuntimeError("UNAVAILABLE: No PTX compilation provider is available."), "nvidia-cuda-nvcc-cu12"),
+        (NotImplementedError("The head dim must be <= 128 and a multiple of 8, but got 12."), "attention_backend=xla"),
+    ],
+)
+def test_a_missing_library_or_an_unsupported_head_is_told_with_the_way_out(monkeypatch, error, message):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(planning, "described_devices", lambda topology: [None])
+    monkeypatch.setattr(planning, "_compile_something", lambda device: None)
+    monkeypatch.setattr(planning, "build_mesh", lambda layout, devices: None)
+    monkeypatch.setattr(planning, "describe_plan", lambda *_: "")
+    monkeypatch.setattr(planning, "build_program", fail)
+    with pytest.raises(ConfigError, match=message):
+        planning.plan(load_config("configs/llama3_1_8b_pretrain.py"), say=lambda line: None)
+
+
+@pytest.mark.parametrize("recipe", ["qwen2_5_vl_7b_pretrain", "llama3_1_8b_pretrain"])
+def test_a_recipe_is_valid_on_eight_gpus(recipe):
+    validate(resolve(load_config(f"configs/{recipe}.py")), 8, "gpu")
