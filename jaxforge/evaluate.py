@@ -22,9 +22,8 @@ def main(argv: Sequence[str]) -> int:
     from jaxforge.config.derived import num_microbatches
     from jaxforge.data import eval_source
     from jaxforge.training.evaluation import Evaluator
-    from jaxforge.training.loop import describe_evaluation, start
+    from jaxforge.training.loop import describe_evaluation, open_rundir, start
     from jaxforge.training.program import build_program
-    from jaxforge.training.rundir import RunDirectory
 
     platform = start(config)
     source = eval_source(config)
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"data.source={config.data.source} has no held-out samples; evaluate a recipe that has some")
     program = build_program(config, build_mesh(MeshLayout.from_config(config, jax.device_count())), platform)
     # the lock: restoring may set a damaged checkpoint aside, which must not happen under a run
-    with RunDirectory(workdir) as run:
+    with open_rundir(workdir) as run:
         checkpoints = CheckpointManager(run.checkpoints, config.checkpoint.keep, save_every_steps=0)
         restored = checkpoints.restore(program.abstract_state)
         checkpoints.close()

@@ -30,8 +30,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     flags, overrides = command_line.parse(parser, argv)
     config = load_config(flags.config, overrides)
-    if flags.json and not Path(flags.json).resolve().parent.is_dir():  # before minutes of compiling
-        raise ConfigError(f"--json={flags.json}: its folder doesn't exist; make it, or name another file")
+    if flags.json:  # before minutes of compiling
+        try:
+            Path(flags.json).open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"--json={flags.json} can't be written ({error.strerror}); name a file in a folder that can"
+            ) from error
 
     # Without CUDA's libraries JAX can't start the plugin as a backend; as a compiler it needs none of them.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

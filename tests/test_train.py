@@ -105,6 +105,17 @@ def test_a_checkpoint_continues_at_another_layout(whole_run, tmp_path):
     assert losses(copy)[11] == pytest.approx(losses(whole_run[0])[11], rel=1e-6)
 
 
+def test_a_refused_command_changes_nothing_in_the_workdir(whole_run, tmp_path):
+    copy = resumed_from(12, whole_run, tmp_path)
+    before = {name: (copy / name).read_text() for name in ("config.yml", "metrics.jsonl")}
+    code, output = run("train", TEXT, f"--workdir={copy}", "--config.train.steps=8")
+    assert code == 2 and "train.steps=8" in output and "holds step 12" in output and "Traceback" not in output
+    code, output = run("train", TEXT, f"--workdir={copy}", "--config.model.decoder.hidden_size=64")
+    assert code == 2 and "of another model" in output and "Traceback" not in output
+    assert {name: (copy / name).read_text() for name in before} == before
+    assert not (copy / "config.1.yml").exists()
+
+
 def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(whole_run, tmp_path):
     copy = resumed_from(12, whole_run, tmp_path)
     files = [path for path in (copy / "checkpoints" / "12" / "state").rglob("*") if path.is_file()]
@@ -124,6 +135,9 @@ def test_a_run_killed_twice_ends_like_one_that_was_not(whole_run, tmp_path):
     code, _ = run("train", TEXT, f"--workdir={tmp_path}")
     assert code == 0
     assert losses(tmp_path) == losses(whole_run[0])
+    # the first kill came before the first checkpoint: its metrics are kept beside those of the run that began again
+    kept = (tmp_path / "metrics.1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept][:3] == [1, 2, 3]
 
 
 def test_sigterm_saves_and_ends_well(tmp_path):

@@ -130,4 +130,3 @@ def rows_of_many_kinds(config: Config) -> dict[str, np.ndarray]:
 def microbatches(rows: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
     """Rows [R, ...] as a batch [number, R / number, ...]."""
     return {key: value.reshape(number, -1, *value.shape[1:]) for key, value in rows.items()}
-

@@ -394,7 +394,7 @@ class TrainConfig:
         1, "rows that a data parallel rank computes at once", unit="rows", flag="--micro-batch-size"
     )
     seq_length: int = field(128, "tokens in a row", unit="tokens", flag="--seq-length")
-    seed: int = field(0, "seed of the weights and the data", flag="--seed")
+    seed: int = field(0, "seed of the weights and the data, below 2^31", flag="--seed")
     log_every_steps: int = field(1, "steps between two lines of progress", unit="steps", flag="--log-interval")
     eval_every_steps: int = field(
         0, "steps between two evaluations; 0 evaluates at the end alone, if the data have an evaluation set",

@@ -51,8 +51,8 @@ def digit_images(split: str) -> DigitImages:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ConfigError(
-            "data.source=digits needs scikit-learn, which is not installed; run pip install 'jaxforge[demo]',"
-            " or use data.source=synthetic"
+            "data.source=digits needs scikit-learn, which is not installed; run make setup, or pip install"
+            " scikit-learn, or use data.source=synthetic"
         ) from error
     digits = load_digits()
     rng = np.random.default_rng(1797)

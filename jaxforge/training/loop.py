@@ -1,12 +1,12 @@
 """A run: from a config to trained weights, with checkpoints, metrics and pictures on the way."""
 
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ from jaxforge.data import DigitsSource, Loader, eval_source, row_spec, train_sou
 from jaxforge.training.evaluation import Evaluation, Evaluator
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.metrics import MetricsWriter
-from jaxforge.training.program import Program, abstract_batch, build_program
+from jaxforge.training.program import (
+    Program,
+    abstract_batch,
+    attention_backend,
+    build_program,
+    missing_libraries_as_config_errors,
+)
 from jaxforge.training.report import Progress, draw_pictures, draw_predictions
 from jaxforge.training.rundir import RunDirectory
 
@@ -83,14 +89,30 @@ def train(config: ConfigDict | Config, workdir: str | os.PathLike[str] | None = 
         origins = value_origins(config)
         config = resolve(config)
     platform = start(config)
-    workdir = Path(workdir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    with RunDirectory(workdir) as run:
-        run.write_config(to_yaml(config, origins))
-        with stop_signal() as stop:
-            return _Run(config, platform, run, stop).train()
+    if workdir is None:
+        if jax.process_count() > 1:
+            raise ConfigError("a run of several processes needs a folder that all of them see; pass workdir")
+        workdir = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    with stop_signal() as stop, open_rundir(workdir) as run, contextlib.ExitStack() as resources:
+        return _Run(config, platform, run, stop, resources).train(to_yaml(config, origins))
 
 
-@contextmanager
+def open_rundir(workdir: str | os.PathLike[str]) -> RunDirectory:
+    """The run's folder.  What the primary process can't have is a ConfigError in every process: none waits for it."""
+    run, refusal = None, None
+    try:
+        run = RunDirectory(workdir)
+    except ConfigError as error:
+        refusal = error
+    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(refusal is not None)).any():
+        raise refusal or ConfigError(f"--workdir={workdir} was refused by process 0, which says why")
+    if run is None:
+        assert refusal is not None
+        raise refusal
+    return run
+
+
+@contextlib.contextmanager
 def stop_signal() -> Iterator[list[int]]:
     """A list that SIGTERM is put into when it comes, instead of ending the process."""
     received: list[int] = []
@@ -106,60 +128,73 @@ def stop_signal() -> Iterator[list[int]]:
 
 
 class _Run:
-    """The parts of a run, and the loop over its steps."""
+    """The parts of a run, and the loop over its steps.  What must be closed is left to `resources`."""
 
-    def __init__(self, config: Config, platform: str, run: RunDirectory, stop: list[int]):
-        self.config, self.run, self.stop = config, run, stop
+    def __init__(
+        self, config: Config, platform: str, run: RunDirectory, stop: list[int], resources: contextlib.ExitStack
+    ):
+        self.config, self.run, self.stop, self.resources = config, run, stop, resources
         num_devices = jax.device_count()
         self.layout = MeshLayout.from_config(config, num_devices)
         self.mesh = build_mesh(self.layout)
         self.microbatches = num_microbatches(config, num_devices)
         self.rows = config.train.global_batch_size // self.microbatches
         self.program = build_program(config, self.mesh, platform)
+        self.backend = attention_backend(config, platform)
         self.checkpoints = CheckpointManager(
             run.checkpoints, config.checkpoint.keep, config.checkpoint.save_every_steps
         )
+        resources.callback(self.checkpoints.close)
         self.peak_flops = peak_flops(jax.devices()[0].device_kind) if platform == "gpu" else None
         self.skipped = 0
 
-    def train(self) -> Result:
+    def train(self, config_text: str) -> Result:
+        """The whole run; `config_text` is what config.yml will hold once nothing can be refused any more."""
         config = self.config
-        progress = Progress(config.train.steps, config.train.log_every_steps)
+        steps, every = config.train.steps, config.train.eval_every_steps
+        progress = Progress(steps, config.train.log_every_steps)
         progress.say(describe_run(config, self.mesh, self.layout, self.microbatches))
         progress.say(describe_state(self.program))
-        first, state = self._restore_or_initialise(progress)
-        metrics = MetricsWriter(self.run, config.logging.tensorboard, resume_step=first)
         evaluator = self._evaluator()
+        source = train_source(config)
+        first, state = self._restore_or_initialise(progress)
+        self.run.write_config(config_text)
+        if first == 0 and self.run.metrics.exists() and self.run.writable:
+            progress.say(f"no checkpoint: starting at step 0; earlier metrics are now {self.run.set_metrics_aside()}")
+        metrics = MetricsWriter(self.run, config.logging.tensorboard, resume_step=first)
+        self.resources.callback(metrics.close)
         evaluation = None
+        # a run killed during an evaluation has the checkpoint of that step, but not what the evaluation found
+        if evaluator and every and 0 < first < steps and first % every == 0:
+            evaluation = self._evaluate(evaluator, state, first, metrics, progress)
         done = first
-        try:
-            if first < config.train.steps:
-                train_step, step_bytes = self._compile(progress)
-                progress = Progress(config.train.steps, config.train.log_every_steps, first_step=first)
-                loader = Loader(train_source(config), config, self.mesh, self.microbatches, start_step=first)
-                with loader, progress:
-                    for done in range(first + 1, config.train.steps + 1):
-                        state, row = self._step(train_step, state, loader, done, step_bytes)
-                        progress.update(metrics.write(row))
-                        self._save(done, state, is_last=False)
-                        every = config.train.eval_every_steps
-                        if evaluator and every and done % every == 0 and done < config.train.steps:
-                            evaluation = self._evaluate(evaluator, state, done, metrics, progress)
-                        if self._should_stop():
-                            break
-            if done > first:
-                self._save(done, state, is_last=True)
-            if done < config.train.steps:
-                self.checkpoints.wait()
-                progress.say(f"stopped by SIGTERM; saved step {done}: the same command resumes")
-            elif evaluator:
-                evaluation = self._evaluate(evaluator, state, done, metrics, progress)
-            if config.logging.pictures and self.run.writable and metrics.rows:
-                draw_pictures(metrics.rows, self.run.pictures)
-                progress.say(f"pictures in {self.run.pictures}")
-        finally:
-            self.checkpoints.close()
-            metrics.close()
+        if first < steps and not self._should_stop():
+            # the loader first: its first batches are ready by the time the step is compiled
+            loader = self.resources.enter_context(
+                Loader(source, config, self.mesh, self.microbatches, start_step=first)
+            )
+            train_step, step_bytes = self._compile(progress)
+            progress = Progress(steps, config.train.log_every_steps, first_step=first)
+            with progress:
+                while done < steps and not self._should_stop():
+                    done += 1
+                    state, row = self._step(train_step, state, loader, done, step_bytes)
+                    progress.update(metrics.write(row))
+                    self._save(done, state, is_last=False)
+                    if evaluator and every and done % every == 0 and done < steps and not self._should_stop():
+                        evaluation = self._evaluate(evaluator, state, done, metrics, progress)
+        if done > first:
+            self._save(done, state, is_last=True)
+        if self._should_stop():
+            self.checkpoints.wait()
+            saved = f"saved step {done}" if done else "no step was done"
+            progress.say(f"stopped by SIGTERM; {saved}: the same command resumes")
+            return Result(metrics.rows, done, self.run.path, evaluation, state)
+        if evaluator:
+            evaluation = self._evaluate(evaluator, state, done, metrics, progress)
+        if config.logging.pictures and self.run.writable and metrics.rows:
+            draw_pictures(metrics.rows, self.run.pictures)
+            progress.say(f"pictures in {self.run.pictures}")
         return Result(metrics.rows, done, self.run.path, evaluation, state)
 
     def _restore_or_initialise(self, progress: Progress) -> tuple[int, Any]:
@@ -184,7 +219,8 @@ class _Run:
         """The compiled train step, and the bytes that it needs on each device."""
         began = time.perf_counter()
         batch = abstract_batch(row_spec(self.config), self.microbatches, self.rows, self.program.batch_sharding)
-        compiled: Any = self.program.train_step.lower(self.program.abstract_state, batch).compile()
+        with missing_libraries_as_config_errors(self.backend):
+            compiled: Any = self.program.train_step.lower(self.program.abstract_state, batch).compile()
         memory = compiled.memory_analysis()
         total = (
             memory.argument_size_in_bytes
@@ -248,7 +284,7 @@ class _Run:
         (self.checkpoints.save if is_last else self.checkpoints.maybe_save)(step, state, metadata)
 
     def _should_stop(self) -> bool:
-        """Whether any process was told to stop; all processes learn it at the same step."""
+        """Whether any process was told to stop.  Processes exchange the answer, so all must ask at the same places."""
         if jax.process_count() == 1:
             return bool(self.stop)
         return bool(multihost_utils.process_allgather(np.array(bool(self.stop))).any())
@@ -257,8 +293,11 @@ class _Run:
         source = eval_source(self.config)
         return Evaluator(source, self.program, self.rows) if source else None
 
-    def _evaluate(self, evaluator: Evaluator, state: Any, step: int, metrics: MetricsWriter, progress: Progress):
-        evaluation = evaluator(state)
+    def _evaluate(
+        self, evaluator: Evaluator, state: Any, step: int, metrics: MetricsWriter, progress: Progress
+    ) -> Evaluation:
+        with missing_libraries_as_config_errors(self.backend):
+            evaluation = evaluator(state)
         if not any(row["step"] == step and "eval/loss" in row for row in metrics.rows):
             metrics.write(evaluation.row(step))
         progress.say(f"step {step}: {describe_evaluation(evaluation)}")

@@ -22,12 +22,19 @@ from jaxforge.cluster import (
     described_devices,
     parse_topology,
 )
-from jaxforge.config import Config, ConfigError, resolve, validate
+from jaxforge.config import Config, resolve, validate
 from jaxforge.config.derived import num_microbatches
 from jaxforge.data.rows import row_spec
 from jaxforge.training.collectives import Collective, find_collectives
 from jaxforge.training.flops import model_flops_per_step
-from jaxforge.training.program import Program, abstract_batch, attention_backend, build_program, compute_dtype
+from jaxforge.training.program import (
+    Program,
+    abstract_batch,
+    attention_backend,
+    build_program,
+    compute_dtype,
+    missing_libraries_as_config_errors,
+)
 
 # What the compiler doesn't see: the CUDA context and the kernels' code, NCCL's buffers, cuDNN's workspace (it is 0 in
 # the compiler's account), and the next batch.  2 GiB is an allowance, not a measurement.
@@ -140,7 +147,7 @@ def plan(
     say(describe_plan(config, cluster, layout, mesh))
 
     began = time.perf_counter()
-    with _heartbeat(say), _missing_libraries_as_config_errors(attention_backend(config, "gpu")):
+    with _heartbeat(say), missing_libraries_as_config_errors(attention_backend(config, "gpu")):
         _compile_something(devices[0])
         program = build_program(config, mesh, "gpu")
         microbatches = num_microbatches(config, cluster.num_devices)
@@ -220,34 +227,6 @@ def _compile_something(device: Any) -> None:
     """A program of one multiplication: without ptxas a large one ends the process after minutes, this one raises."""
     x = jax.ShapeDtypeStruct((256,), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     jax.jit(lambda x: x * 2).lower(x).compile()
-
-
-@contextlib.contextmanager
-def _missing_libraries_as_config_errors(backend: str) -> Iterator[None]:
-    """What the compiler lacks; and what JAX's cuDNN attention, which checks it while it is traced, can't compute."""
-    try:
-        yield
-    except NotImplementedError as error:
-        if backend != "cudnn":
-            raise
-        raise ConfigError(
-            f"train.attention_backend is cudnn on GPU, which can't compute this: {error}"
-            " (set train.attention_backend=xla)"
-        ) from error
-    except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        if "No PTX compilation provider" in first_line:
-            raise ConfigError(
-                "compiling for a GPU needs ptxas, of NVIDIA's CUDA toolkit; run: make setup-gpu-compile"
-                " (or pip install --no-deps nvidia-cuda-nvcc-cu12)"
-            ) from error
-        if "cudnn" in first_line.lower():
-            raise ConfigError(
-                f"train.attention_backend is cudnn on GPU, and there is no cuDNN to compile for ({first_line}); run:"
-                " make setup-gpu-compile (or pip install --no-deps nvidia-cudnn-cu12), or set"
-                " train.attention_backend=xla"
-            ) from error
-        raise
 
 
 def _device_bytes(analysis: Any, gpu: Gpu) -> DeviceBytes:

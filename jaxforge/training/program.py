@@ -3,9 +3,10 @@
 `jaxforge.plan` compiles exactly these for GPUs that aren't here.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES
+from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
@@ -170,6 +172,34 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         ),
         gradients=all_gradients,
     )
+
+
+@contextlib.contextmanager
+def missing_libraries_as_config_errors(backend: str) -> Iterator[None]:
+    """What the compiler lacks; and what JAX's cuDNN attention, which checks it while it is traced, can't compute."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if backend != "cudnn":
+            raise
+        raise ConfigError(
+            f"train.attention_backend is cudnn on GPU, which can't compute this: {error}"
+            " (set train.attention_backend=xla)"
+        ) from error
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        if "No PTX compilation provider" in first_line:
+            raise ConfigError(
+                "compiling for a GPU needs ptxas, of NVIDIA's CUDA toolkit; run: make setup-gpu-compile"
+                " (or pip install --no-deps nvidia-cuda-nvcc-cu12)"
+            ) from error
+        if "cudnn" in first_line.lower():
+            raise ConfigError(
+                f"train.attention_backend is cudnn on GPU, and there is no cuDNN to compile for ({first_line}); run:"
+                " make setup-gpu-compile (or pip install --no-deps nvidia-cudnn-cu12), or set"
+                " train.attention_backend=xla"
+            ) from error
+        raise
 
 
 def row_keys(seed: int, step: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -57,11 +57,20 @@ class RunDirectory:
         if self.config.exists():
             if self.config.read_text() == text:
                 return
-            number = 1
-            while (earlier := self.path / f"config.{number}.yml").exists():
-                number += 1
-            os.rename(self.config, earlier)
+            os.rename(self.config, self._next_free("config", ".yml"))
         replace_text(self.config, text)
+
+    def set_metrics_aside(self) -> Path:
+        """Renames metrics.jsonl, whose run left no checkpoint, to metrics.1.jsonl or the next free number."""
+        aside = self._next_free("metrics", ".jsonl")
+        os.rename(self.metrics, aside)
+        return aside
+
+    def _next_free(self, stem: str, ending: str) -> Path:
+        number = 1
+        while (path := self.path / f"{stem}.{number}{ending}").exists():
+            number += 1
+        return path
 
     def close(self) -> None:
         """Lets another run have the folder."""

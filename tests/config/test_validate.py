@@ -113,6 +113,7 @@ def test_what_is_not_built_is_refused_by_name(path):
         ({"loss.z_loss_coefficient": -1.0}, "loss.z_loss_coefficient=-1.0 must be at least 0"),
         ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0"),
         ({"model.decoder.norm_epsilon": 0.0}, "model.decoder.norm_epsilon=0.0 must be above 0"),
+        ({"train.seed": 2**31}, "train.seed=2147483648 must be below 2^31"),
         ({"model.decoder.hidden_dropout": 1.0}, "model.decoder.hidden_dropout=1.0 must be at least 0 and below 1"),
     ],
 )

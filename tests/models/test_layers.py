@@ -112,7 +112,5 @@ def test_attention_with_grouped_queries(qk_norm_epsilon, biases, causal):
     def sees(b):
         return lambda s, t: segments[b, s] == segments[b, t] != 0 and (t <= s or not causal)
 
-    expected = [
-        numpy_reference.attention(x[b].astype(float), p, angles[b], sees(b), qk_norm_epsilon) for b in range(2)
-    ]
+    expected = [numpy_reference.attention(x[b].astype(float), p, angles[b], sees(b), qk_norm_epsilon) for b in range(2)]
     np.testing.assert_allclose(module(x, angles, segments), np.stack(expected), atol=2e-5)

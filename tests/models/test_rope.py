@@ -39,9 +39,7 @@ def test_only_the_distance_matters_to_a_product_of_two_rotated_heads():
     q, k = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
 
     def product(s, t):
-        turned = [
-            rotate(x, angles_of(config, np.full((1, 3, 1), position))) for x, position in ((q, s), (k, t))
-        ]
+        turned = [rotate(x, angles_of(config, np.full((1, 3, 1), position))) for x, position in ((q, s), (k, t))]
         return float(np.sum(turned[0] * turned[1]))
 
     assert product(3, 1) == pytest.approx(product(13, 11), abs=1e-5)
@@ -86,9 +84,7 @@ def test_llama_3_1_stretches_long_wavelengths(factor, low, high, original):
 
 @pytest.mark.parametrize("section, interleaved", [((16, 24, 24), False), ((24, 20, 20), True)])
 def test_each_frequency_turns_with_its_own_position(section, interleaved):
-    config = decoder_of(
-        None, kv_channels=128, rotary_base=1e6, mrope_section=section, mrope_interleaved=interleaved
-    )
+    config = decoder_of(None, kv_channels=128, rotary_base=1e6, mrope_section=section, mrope_interleaved=interleaved)
     positions = random_positions()
     expected = numpy_reference.decoder_angles(positions[0], config)
     np.testing.assert_allclose(angles_of(config, positions)[0], expected, rtol=1e-6)

@@ -40,9 +40,7 @@ def test_cosine_is_half_a_period():
 
 
 def test_wsd_is_stable_until_its_final_linear_decay():
-    found = rates(
-        [0, 9, 50, 80, 85, 95, 100, 500], lr_warmup_iters=10, lr_wsd_decay_iters=20, lr_decay_style="WSD"
-    )
+    found = rates([0, 9, 50, 80, 85, 95, 100, 500], lr_warmup_iters=10, lr_wsd_decay_iters=20, lr_decay_style="WSD")
     np.testing.assert_allclose(found, [0.1, 1, 1, 1, 0.75, 0.25, 0, 0], rtol=1e-6)
 
 

@@ -243,9 +243,7 @@ def test_an_update_that_is_not_finite_leaves_the_state_as_it_was(partly_frozen, 
 
 
 def test_initial_weights_do_not_depend_on_the_layout():
-    config = tiny_config(
-        "qwen3_vit", parallel=dict(tensor_model_parallel_size=4), optimizer=dict(learning_rate=1e-3)
-    )
+    config = tiny_config("qwen3_vit", parallel=dict(tensor_model_parallel_size=4), optimizer=dict(learning_rate=1e-3))
     one, many = program_on(config), program_on(config, tensor=4, encoder_tensor=2, data=2)
     alone, spread = one.initialise(7), many.initialise(7)
     for left, right in zip(all_leaves(alone), all_leaves(spread), strict=True):
