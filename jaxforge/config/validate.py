@@ -97,7 +97,7 @@ def numbers_are_in_range(config: Config) -> Iterator[str]:
         if value <= 0:
             yield f"{name}={value} must be above 0"
     if config.train.seed >= 2**31:
-        yield f"train.seed={config.train.seed} must be below 2^31 = {2**31}"
+        yield f"train.seed={config.train.seed} must be below 2^31"
     for name, value in _numbers(config, _FRACTION):
         if not 0 <= value < 1:
             yield f"{name}={value} must be at least 0 and below 1"

@@ -258,6 +258,10 @@ def test_kill_9_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path):
     )
     try:
         assert process.stdout.readline() == "saving\n"
+        # Orbax makes the folder in the background
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "2.orbax-checkpoint-tmp").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
     finally:
         process.send_signal(signal.SIGKILL)
         output, _ = process.communicate()
