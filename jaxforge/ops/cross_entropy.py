@@ -60,7 +60,7 @@ def score_tokens(
             hidden, targets = args
             loss, _, logits = _token_losses(hidden, head_vD, targets, vocab_size, axes)
             best = lax.pmax(logits.max(-1), axes)
-            first = lax.axis_index(axes) * head_vD.shape[0] if axes else 0
+            first = lax.axis_index(axes) * head_vD.shape[0]
             here = jnp.where(logits.max(-1) == best, first + logits.argmax(-1), jnp.iinfo(jnp.int32).max)
             return jnp.sum(jnp.where(targets != IGNORE, loss, 0)), lax.pmin(here.astype(jnp.int32), axes)
 

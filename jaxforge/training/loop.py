@@ -28,6 +28,8 @@ from jaxforge.training.program import (
     abstract_batch,
     attention_backend,
     build_program,
+    bytes_per_device,
+    bytes_while_running,
     missing_libraries_as_config_errors,
 )
 from jaxforge.training.report import Progress, draw_pictures, draw_predictions
@@ -222,12 +224,7 @@ class _Run:
         with missing_libraries_as_config_errors(self.backend):
             compiled: Any = self.program.train_step.lower(self.program.abstract_state, batch).compile()
         memory = compiled.memory_analysis()
-        total = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes
-        )
+        total = bytes_while_running(memory)
         progress.say(
             f"compiled in {time.perf_counter() - began:.0f} s: {gibibytes(total)} on each device while a step runs,"
             f" {gibibytes(memory.temp_size_in_bytes)} of it activations, gradients and workspace"
@@ -342,10 +339,7 @@ def describe_state(program: Program) -> str:
     for kind in ("trainable", "frozen"):
         for module, tree in program.abstract_state[kind].items():
             parts[module] = parts.get(module, 0) + sum(leaf.size for leaf in jax.tree.leaves(tree))
-    held = sum(
-        np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(program.abstract_state)
-    )
+    held = bytes_per_device(program.abstract_state)
     named = ", ".join(f"{module} {count / 1e6:.2f} M" for module, count in sorted(parts.items()))
     return (
         f"parameters: {named}; {gibibytes(held)} of parameters and optimizer state on each device;"

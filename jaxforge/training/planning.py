@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +31,11 @@ from jaxforge.training.program import (
     abstract_batch,
     attention_backend,
     build_program,
+    bytes_per_device,
+    bytes_while_running,
     compute_dtype,
     missing_libraries_as_config_errors,
+    shard_size,
 )
 
 # What the compiler doesn't see: the CUDA context and the kernels' code, NCCL's buffers, cuDNN's workspace (it is 0 in
@@ -232,8 +234,7 @@ def _compile_something(device: Any) -> None:
 def _device_bytes(analysis: Any, gpu: Gpu) -> DeviceBytes:
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     output, aliased = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
-    peak = arguments + temporary + output - aliased
-    return DeviceBytes(arguments, temporary, output, aliased, peak, gpu.capacity)
+    return DeviceBytes(arguments, temporary, output, aliased, bytes_while_running(analysis), gpu.capacity)
 
 
 def _memory_parts(config: Config, program: Program, batch: Any, temporary: int) -> MemoryParts:
@@ -254,15 +255,6 @@ def _memory_parts(config: Config, program: Program, batch: Any, temporary: int) 
     )
 
 
-def bytes_per_device(tree: Any) -> int:
-    """What one device holds of a tree of ShapeDtypeStructs with shardings."""
-    return sum(_shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def count_per_device(tree: Any) -> int:
     """How many numbers one device holds of a tree of ShapeDtypeStructs with shardings."""
-    return sum(_shard_size(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _shard_size(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return sum(shard_size(leaf) for leaf in jax.tree.leaves(tree))

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jaxforge.cluster.mesh import DATA_AXES
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
+from jaxforge.data.loader import batch_sharding
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
 from jaxforge.ops.placement import Placement
@@ -160,7 +161,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     return Program(
         mesh=mesh,
         abstract_state=abstract_state,
-        batch_sharding=NamedSharding(mesh, PartitionSpec(None, DATA_AXES)),
+        batch_sharding=batch_sharding(mesh),
         # runs once: compiling it well would take longer than it runs
         initialise=jax.jit(
             initial_state, out_shardings=state_shardings, compiler_options={"xla_backend_optimization_level": 1}
@@ -200,6 +201,26 @@ def missing_libraries_as_config_errors(backend: str) -> Iterator[None]:
                 " train.attention_backend=xla"
             ) from error
         raise
+
+
+def bytes_per_device(tree: Tree) -> int:
+    """What one device holds of a tree of ShapeDtypeStructs with shardings."""
+    return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def shard_size(leaf: jax.ShapeDtypeStruct) -> int:
+    """How many numbers one device holds of an array."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
+def bytes_while_running(analysis: Any) -> int:
+    """What a compiled program takes on a device, from its `memory_analysis()`: donated inputs count once."""
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
 
 
 def row_keys(seed: int, step: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -34,8 +34,6 @@ class FailingRows(NumberedRows):
 @pytest.fixture
 def mesh():
     """Data parallel 4, tensor parallel 2 with an encoder on each device alone."""
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     return build_mesh(mesh_layout(8, tensor=2, encoder_tensor=1), jax.devices()[:8])
 
 
