@@ -49,6 +49,13 @@ def patches_per_full_image(encoder: EncoderConfig) -> int:
     return (height // token_side) * (width // token_side) * encoder.spatial_merge_size**2
 
 
+def data_source(config: Config) -> str:
+    """`data.source`, with auto resolved: files where data.path is set, else synthetic."""
+    if config.data.source != "auto":
+        return config.data.source
+    return "files" if config.data.path else "synthetic"
+
+
 def lr_decay_iters(config: Config) -> int:
     """The step at which the learning rate reaches `min_lr`."""
     return config.optimizer.lr_decay_iters or config.train.steps

@@ -1,11 +1,11 @@
-"""Rules on the run: parallel layout, batch, memory, schedule, data and platform."""
+"""Rules on the run: parallel layout, batch, memory, schedule and platform."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from jaxforge.config.derived import data_parallel_size, lr_decay_iters, patches_per_full_image
+from jaxforge.config.derived import data_parallel_size, lr_decay_iters
 from jaxforge.config.model_rules import divisors, one_of
-from jaxforge.config.schema import Config, DataConfig, OptimizerConfig
+from jaxforge.config.schema import Config, OptimizerConfig
 
 
 def devices_form_tensor_groups(config: Config, num_devices: int) -> Iterator[str]:
@@ -125,56 +125,6 @@ def optimizer_numbers_are_possible(config: Config) -> Iterator[str]:
             )
 
 
-def data_fit_the_model(config: Config) -> Iterator[str]:
-    """Rows have places for patches exactly where an encoder reads them, and the fields of other sources are unset."""
-    data, encoder = config.data, config.model.encoder
-    if data.source == "digits" and encoder is None:
-        yield "data.source=digits shows images, but model.encoder is None; set an encoder or data.source=synthetic"
-    if data.source != "digits":
-        for name in ("digits_max", "eval_samples"):
-            if getattr(data, name) != getattr(DataConfig, name):
-                yield (
-                    f"data.{name}={getattr(data, name)} would have no effect with data.source={data.source};"
-                    f" leave it at {getattr(DataConfig, name)}"
-                )
-        if config.train.eval_every_steps:
-            yield (
-                f"train.eval_every_steps={config.train.eval_every_steps} would have no effect with data.source="
-                f"{data.source}, which has no evaluation set; set it to 0"
-            )
-    if encoder is None and data.max_patches_per_row is not None:
-        yield (
-            f"data.max_patches_per_row={data.max_patches_per_row} would have no effect, because model.encoder is"
-            " None; set it to None"
-        )
-
-
-def patches_fit_the_row(config: Config) -> Iterator[str]:
-    """A row holds whole visual tokens, and a synthetic image with its text."""
-    data, encoder = config.data, config.model.encoder
-    if encoder is None:
-        return
-    full, square = patches_per_full_image(encoder), encoder.spatial_merge_size**2
-    patches, tokens = data.max_patches_per_row, full // square
-    if patches is None:
-        yield f"data.max_patches_per_row is needed with an encoder; an image of model.encoder.image_size has {full}"
-    elif patches % square:
-        yield (
-            f"data.max_patches_per_row={patches} is not a multiple of model.encoder.spatial_merge_size^2={square};"
-            f" use {-(-patches // square) * square}"
-        )
-    elif data.source == "synthetic" and full > patches:
-        yield (
-            f"a synthetic image of model.encoder.image_size={encoder.image_size} has {full} patches, more than"
-            f" data.max_patches_per_row={patches}; use at least {full} or smaller images"
-        )
-    elif data.source == "synthetic" and tokens >= config.train.seq_length:
-        yield (
-            f"a synthetic image of model.encoder.image_size={encoder.image_size} becomes {tokens} visual tokens, which"
-            f" with text don't fit train.seq_length={config.train.seq_length}; use smaller images or a longer row"
-        )
-
-
 def platform_can_run_it(config: Config, platform: str) -> Iterator[str]:
     """cuDNN attention needs a GPU and bfloat16; simulated devices are CPU devices."""
     train, is_cpu = config.train, platform == "cpu"
@@ -197,8 +147,6 @@ RUN_RULES = (
     recompute_is_whole,
     learning_rate_schedule_is_consistent,
     optimizer_numbers_are_possible,
-    data_fit_the_model,
-    patches_fit_the_row,
 )
 DEVICE_RULES = (devices_form_tensor_groups, global_batch_divides_into_microbatches)
 PLATFORM_RULES = (platform_can_run_it,)

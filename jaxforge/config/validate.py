@@ -8,7 +8,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxforge.config.checkpoint_rules import CHECKPOINT_RULES
+from jaxforge.config.data_rules import DATA_RULES
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.lora_rules import LORA_RULES
 from jaxforge.config.model_rules import MODEL_RULES
 from jaxforge.config.run_rules import DEVICE_RULES, PLATFORM_RULES, RUN_RULES
 from jaxforge.config.schema import Config
@@ -27,7 +30,10 @@ _AT_LEAST_ONE = {
     "parallel": ("tensor_model_parallel_size",),
     "memory": ("recompute_num_layers",),
     "optimizer": ("lr_decay_iters", "lr_wsd_decay_iters"),
-    "data": ("max_patches_per_row", "digits_max", "eval_samples", "prefetch", "num_threads"),
+    "data": (
+        "min_pixels", "max_pixels", "video_max_frames", "packing_window", "max_patches_per_row", "digits_max",
+        "eval_samples", "prefetch", "num_threads",
+    ),
     "train": (
         "steps", "global_batch_size", "micro_batch_size", "seq_length", "log_every_steps", "simulated_devices",
     ),
@@ -37,7 +43,7 @@ _AT_LEAST_ZERO = {
     "optimizer": ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "loss": ("z_loss_coefficient",),
     "train": ("seed", "eval_every_steps", "max_skipped_steps"),
-    "checkpoint": ("save_every_steps",),
+    "checkpoint": ("save_every_steps", "export_hf_every_steps"),
 }
 _ABOVE_ZERO = {
     "model.decoder": (
@@ -47,8 +53,12 @@ _ABOVE_ZERO = {
     "model.encoder": ("norm_epsilon", "rotary_base", "init_method_std"),
     "model.projector": ("norm_epsilon",),
     "optimizer": ("learning_rate", "adam_eps"),
+    "data": ("weights", "video_fps"),
 }  # fmt: skip
-_FRACTION: dict[str, tuple[str, ...]] = {"model.decoder": ("hidden_dropout",)}
+_FRACTION: dict[str, tuple[str, ...]] = {
+    "model.decoder": ("hidden_dropout",),
+    "data": ("max_skipped_fraction",),
+}
 
 
 def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:
@@ -70,7 +80,7 @@ def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:
 def _all_messages(config: Config, num_devices: int, platform: str) -> Iterator[Iterator[str]]:
     yield unbuilt_features_are_refused(config)
     yield numbers_are_in_range(config)
-    yield from (rule(config) for rule in (*MODEL_RULES, *RUN_RULES))
+    yield from (rule(config) for rule in (*MODEL_RULES, *LORA_RULES, *CHECKPOINT_RULES, *RUN_RULES, *DATA_RULES))
     yield from (rule(config, num_devices) for rule in DEVICE_RULES)
     yield from (rule(config, platform) for rule in PLATFORM_RULES)
 

@@ -1,11 +1,11 @@
 """Multi-head self-attention with grouped queries, for decoder and encoders alike."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
+from jaxforge.models.lora import project
 from jaxforge.models.norm import RMSNorm
-from jaxforge.models.parameters import normal, zeros
+from jaxforge.models.parameters import projection, zeros
 from jaxforge.models.rope import rotate
 from jaxforge.ops.attention import attention
 from jaxforge.ops.placement import Placement
@@ -41,10 +41,10 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         heads, kv_heads = ("embed", "heads", None), ("embed", "kv_heads", None)
-        self.query_DHK = normal(rngs, (width, num_heads, head_width), heads, std)
-        self.key_DGK = normal(rngs, (width, num_kv_heads, head_width), kv_heads, std)
-        self.value_DGK = normal(rngs, (width, num_kv_heads, head_width), kv_heads, std)
-        self.out_HKD = normal(rngs, (num_heads, head_width, width), ("heads", None, "embed"), std)
+        self.query_DHK = projection(rngs, (width, num_heads, head_width), heads, std)
+        self.key_DGK = projection(rngs, (width, num_kv_heads, head_width), kv_heads, std)
+        self.value_DGK = projection(rngs, (width, num_kv_heads, head_width), kv_heads, std)
+        self.out_HKD = projection(rngs, (num_heads, head_width, width), ("heads", None, "embed"), std, num_inputs=2)
         if qkv_bias:
             self.query_bias_HK = zeros((num_heads, head_width), ("heads", None))
             self.key_bias_GK = zeros((num_kv_heads, head_width), ("kv_heads", None))
@@ -60,9 +60,9 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, angles_BSR: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
         x_BSD = self.placement.reshard(x_BSD, RESIDUAL, WHOLE)
-        q_BSHK = jnp.einsum("BSD,DHK->BSHK", x_BSD, self.query_DHK[...])
-        k_BSGK = jnp.einsum("BSD,DGK->BSGK", x_BSD, self.key_DGK[...])
-        v_BSGK = jnp.einsum("BSD,DGK->BSGK", x_BSD, self.value_DGK[...])
+        q_BSHK, k_BSGK, v_BSGK = project(
+            self, x_BSD, query_DHK="BSD,DHK->BSHK", key_DGK="BSD,DGK->BSGK", value_DGK="BSD,DGK->BSGK"
+        )
         if self.has_qkv_bias:
             q_BSHK = q_BSHK + self.query_bias_HK[...]
             k_BSGK = k_BSGK + self.key_bias_GK[...]
@@ -74,6 +74,6 @@ class SelfAttention(nnx.Module):
             q_BSHK, k_BSGK, v_BSGK, segment_ids_BS,
             causal=self.causal, backend=self.backend, placement=self.placement,
         )  # fmt: skip
-        y_BSD = jnp.einsum("BSHK,HKD->BSD", mixed_BSHK, self.out_HKD[...])
+        [y_BSD] = project(self, mixed_BSHK, out_HKD="BSHK,HKD->BSD")
         y_BSD = self.placement.reshard(y_BSD, WHOLE, RESIDUAL)
         return y_BSD + self.out_bias_D[...] if self.has_out_bias else y_BSD

@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxforge.models.attention import RESIDUAL, WHOLE
-from jaxforge.models.parameters import normal, zeros
+from jaxforge.models.lora import project
+from jaxforge.models.parameters import projection, zeros
 from jaxforge.ops.placement import Placement
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -39,9 +39,9 @@ class MLP(nnx.Module):
     ):
         out_width = out_width or width
         if gated:
-            self.gate_DF = normal(rngs, (width, ffn_width), ("embed", "ffn"), std)
-        self.up_DF = normal(rngs, (width, ffn_width), ("embed", "ffn"), std)
-        self.down_FE = normal(rngs, (ffn_width, out_width), ("ffn", "embed"), std)
+            self.gate_DF = projection(rngs, (width, ffn_width), ("embed", "ffn"), std)
+        self.up_DF = projection(rngs, (width, ffn_width), ("embed", "ffn"), std)
+        self.down_FE = projection(rngs, (ffn_width, out_width), ("ffn", "embed"), std)
         if bias:
             if gated:
                 self.gate_bias_F = zeros((ffn_width,), ("ffn",))
@@ -52,17 +52,15 @@ class MLP(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         x_BSD = self.placement.reshard(x_BSD, RESIDUAL, WHOLE)
         act = ACTIVATIONS[self.activation]
-        up_BSF = jnp.einsum("BSD,DF->BSF", x_BSD, self.up_DF[...])
-        if self.has_bias:
-            up_BSF = up_BSF + self.up_bias_F[...]
         if self.gated:
-            gate_BSF = jnp.einsum("BSD,DF->BSF", x_BSD, self.gate_DF[...])
+            up_BSF, gate_BSF = project(self, x_BSD, up_DF="BSD,DF->BSF", gate_DF="BSD,DF->BSF")
             if self.has_bias:
-                gate_BSF = gate_BSF + self.gate_bias_F[...]
+                up_BSF, gate_BSF = up_BSF + self.up_bias_F[...], gate_BSF + self.gate_bias_F[...]
             hidden_BSF = act(gate_BSF) * up_BSF
         else:
-            hidden_BSF = act(up_BSF)
+            [up_BSF] = project(self, x_BSD, up_DF="BSD,DF->BSF")
+            hidden_BSF = act(up_BSF + self.up_bias_F[...] if self.has_bias else up_BSF)
         hidden_BSF = self.placement.constrain(hidden_BSF, (None, None, "ffn"))
-        y_BSE = jnp.einsum("BSF,FE->BSE", hidden_BSF, self.down_FE[...])
+        [y_BSE] = project(self, hidden_BSF, down_FE="BSF,FE->BSE")
         y_BSE = self.placement.reshard(y_BSE, WHOLE, RESIDUAL)
         return y_BSE + self.down_bias_E[...] if self.has_bias else y_BSE

@@ -16,6 +16,16 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nn
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
+def projection(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float, *, num_inputs: int = 1) -> nnx.Param:
+    """A `normal` parameter that is a linear map, from its first `num_inputs` dimensions to the others.
+
+    Such parameters are applied by `jaxforge.models.lora.project`, and may have an adapter.
+    """
+    weight = normal(rngs, shape, axes, std)
+    weight.set_metadata(num_inputs=num_inputs)
+    return weight
+
+
 def zeros(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes)
 

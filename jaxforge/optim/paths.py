@@ -1,11 +1,12 @@
 """Parameters by path: which train, which decay, and which learn at another rate."""
 
-import fnmatch
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.patterns import matches
 
 Tree = Any
 
@@ -17,40 +18,51 @@ def parameter_paths(parameters: Tree) -> Tree:
     )
 
 
-def matches(path: str, pattern: str) -> bool:
-    """Shell-style matching on the whole path; a pattern that names a folder takes all below it."""
-    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, pattern.removesuffix("/**") + "/*")
-
-
-def check_patterns(patterns: tuple[str, ...], parameters: Tree, field: str) -> None:
-    """ConfigError where a pattern takes no parameter: a setting without effect."""
+def check_patterns(patterns: tuple[str, ...], parameters: Tree, field: str, what: str = "parameter") -> None:
+    """ConfigError where a pattern takes none of `parameters`, which are `what`: a setting without effect."""
     paths = jax.tree.leaves(parameter_paths(parameters))
     for pattern in patterns:
         if not any(matches(path, pattern) for path in paths):
             folders = sorted({path.rsplit("/", 1)[0] for path in paths})
-            raise ConfigError(f"{field} has {pattern!r}, which matches no parameter; folders are {', '.join(folders)}")
+            raise ConfigError(f"{field} has {pattern!r}, which matches no {what}; folders are {', '.join(folders)}")
 
 
-def split_trainable(parameters: Tree, freeze: tuple[str, ...]) -> tuple[Tree, Tree]:
-    """(trainable, frozen) nested dicts whose union is `parameters`; empty folders are left out."""
-    check_patterns(freeze, parameters, "optimizer.freeze")
-
-    def keep(tree, prefix, frozen):
-        kept = {}
-        for key, child in tree.items():
-            path = f"{prefix}{key}"
-            if isinstance(child, dict):
-                below = keep(child, f"{path}/", frozen)
+def split(parameters: Tree, is_taken: Callable[[str], bool], prefix: str = "") -> tuple[Tree, Tree]:
+    """(taken, left) nested dicts whose union is `parameters`, by path; empty folders are left out."""
+    taken: Tree = {}
+    left: Tree = {}
+    for key, child in parameters.items():
+        path = f"{prefix}{key}"
+        if isinstance(child, dict):
+            for part, below in zip((taken, left), split(child, is_taken, f"{path}/"), strict=True):
                 if below:
-                    kept[key] = below
-            elif any(matches(path, pattern) for pattern in freeze) == frozen:
-                kept[key] = child
-        return kept
+                    part[key] = below
+        else:
+            (taken if is_taken(path) else left)[key] = child
+    return taken, left
 
-    trainable = keep(parameters, "", False)
+
+def split_trainable(parameters: Tree, freeze: tuple[str, ...], only: tuple[str, ...] = ()) -> tuple[Tree, Tree]:
+    """(trainable, frozen) nested dicts whose union is `parameters`.
+
+    Args:
+      freeze: optimizer.freeze: patterns of what doesn't train.
+      only: where it isn't empty, what no pattern of these takes doesn't train either.
+
+    Raises:
+      ConfigError: for a pattern of `freeze` without effect, or if nothing is left to train.
+    """
+
+    def any_of(patterns):
+        return lambda path: any(matches(path, pattern) for pattern in patterns)
+
+    candidates, others = split(parameters, any_of(only)) if only else (parameters, {})
+    what = "parameter that trains with lora (adapters, and lora.train_also)" if only else "parameter"
+    check_patterns(freeze, candidates, "optimizer.freeze", what)
+    frozen, trainable = split(candidates, any_of(freeze))
     if not trainable:
         raise ConfigError(f"optimizer.freeze={freeze} leaves nothing to train; freeze fewer parameters")
-    return trainable, keep(parameters, "", True)
+    return trainable, join(frozen, others)
 
 
 def join(left: Tree, right: Tree) -> Tree:
@@ -62,6 +74,6 @@ def join(left: Tree, right: Tree) -> Tree:
 
 
 def decays(path: str) -> bool:
-    """Whether weight decay applies: not to norms and biases."""
+    """Whether weight decay applies: to matrices, adapters' included, and not to norms and biases."""
     name = path.rsplit("/", 1)[-1]
     return name != "scale" and "bias" not in name

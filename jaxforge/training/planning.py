@@ -239,11 +239,12 @@ def _device_bytes(analysis: Any, gpu: Gpu) -> DeviceBytes:
 
 def _memory_parts(config: Config, program: Program, batch: Any, temporary: int) -> MemoryParts:
     state = program.abstract_state
-    trainable, frozen = count_per_device(state["trainable"]), count_per_device(state["frozen"])
+    trainable = count_per_device(state["trainable"])
     dtype = compute_dtype(config, "gpu")
     # accumulated in fp32 over microbatches, beside those of one microbatch in the compute dtype
     gradients = trainable * (4 + dtype.itemsize)
-    compute_weights = (trainable + frozen) * dtype.itemsize if dtype != np.float32 else 0
+    # frozen parameters are kept in the compute dtype, and used as they are
+    compute_weights = trainable * dtype.itemsize if dtype != np.float32 else 0
     return MemoryParts(
         parameters=bytes_per_device((state["trainable"], state["frozen"])),
         optimizer=bytes_per_device((state["optimizer"], state["step"])),

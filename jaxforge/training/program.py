@@ -17,16 +17,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.schema import Config
 from jaxforge.data.loader import batch_sharding
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
+from jaxforge.models.lora import add_adapters, is_adapter, trained_patterns
 from jaxforge.ops.placement import Placement
 from jaxforge.optim import learning_rate_schedule, make_optimizer, split_trainable
-from jaxforge.optim.paths import join
+from jaxforge.optim.paths import join, parameter_paths, split
 from jaxforge.parallel.encoder import encoder_placement
 from jaxforge.parallel.rules import decoder_placement, logical_axes, parameter_shardings, replicated
-from jaxforge.training.step import apply_gradients, make_gradients, make_scoring
+from jaxforge.training.step import apply_gradients, cast, make_gradients, make_scoring
 
 Tree = Any
 
@@ -37,10 +39,14 @@ class Program:
 
     Attributes:
       mesh: the devices.
-      abstract_state: shapes, dtypes and shardings of the state: nested dict with "trainable" and "frozen" fp32
-        parameters, "optimizer", and "step" (int32, completed steps).
+      abstract_state: shapes, dtypes and shardings of the state: nested dict with "trainable" parameters (fp32),
+        "frozen" ones (in the compute dtype: no update needs more), "optimizer", and "step" (int32, completed steps).
+      abstract_base: of all parameters but the adapters, together, as the state has them.
+      has_adapters: whether adapters train (`config.lora`), and the base stays as it was given.
       batch_sharding: of every array of a batch, [M, B, ...].
       initialise: seed -> state, computed straight into its shards.
+      initialise_from: (base, seed) -> the state of given base parameters, which are donated; adapters are those of
+        `initialise(seed)`.  `base` is laid out as `abstract_base`; its dtypes may differ, but then need memory twice.
       train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
       score: (state, batch) -> (loss sum, target tokens, predicted next tokens [M, B, S]).
       gradients: (parameters, batch) -> (gradients, sums), before any optimizer; for tests and measurements.
@@ -48,11 +54,35 @@ class Program:
 
     mesh: Mesh
     abstract_state: Tree
+    abstract_base: Tree
+    has_adapters: bool
     batch_sharding: NamedSharding
     initialise: Callable[[int], Tree]
+    initialise_from: Callable[[Tree, int], Tree]
     train_step: jax.stages.Wrapped
     score: Callable[[Tree, dict], tuple[jax.Array, jax.Array, jax.Array]]
     gradients: Callable[[Tree, dict], tuple[Tree, dict]]
+
+    def saved(self, state: Tree) -> Tree:
+        """What a checkpoint holds of a state, or of `abstract_state`: with adapters, not the frozen base."""
+        if not self.has_adapters:
+            return state
+        return state | {"frozen": split(state["frozen"], is_adapter)[0]}
+
+    def with_frozen_base(self, saved: Tree, frozen_base: Tree) -> Tree:
+        """The state of which `saved` was saved."""
+        return saved | {"frozen": join(saved["frozen"], frozen_base)}
+
+    def frozen_base(self, base: Tree) -> Tree:
+        """Of base parameters laid out as `abstract_base`, those that are frozen, as the state has them."""
+        frozen = split(self.abstract_state["frozen"], is_adapter)[1]
+        paths = set(jax.tree.leaves(parameter_paths(frozen)))
+        kept = split(base, lambda path: path in paths)[0]
+        return jax.tree.map(lambda array, shape: array.astype(shape.dtype), kept, frozen)
+
+    def initial_frozen_base(self, seed: int) -> Tree:
+        """The frozen base of `initialise(seed)`, by the same compiled program and so the same to the last bit."""
+        return split(self.initialise(seed)["frozen"], is_adapter)[1]
 
 
 def compute_dtype(config: Config, platform: str) -> jnp.dtype:
@@ -74,10 +104,10 @@ def attention_backend(config: Config, platform: str) -> str:
 
 
 def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[str, Placement] | None = None):
-    """The model of a config; with `placements` (of "encoder" and "decoder") laid out over a mesh."""
+    """The model of a config, adapters included; with `placements` (of "encoder", "decoder") laid out over a mesh."""
     model = config.model
     layout = {f"{part}_placement": placement for part, placement in (placements or {}).items()}
-    return VisionLanguageModel(
+    made = VisionLanguageModel(
         model,
         rngs=rngs,
         backend=backend,
@@ -85,6 +115,8 @@ def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[st
         encoder_segments=recompute_segments(model.encoder, model.encoder.num_layers) if model.encoder else None,
         **layout,
     )
+    add_adapters(made, config.lora, rngs)
+    return made
 
 
 def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
@@ -100,18 +132,36 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         nnx.to_pure_dict(abstract),
         shardings,
     )
-    trainable, frozen = split_trainable(shapes, config.optimizer.freeze)
+    _, base = split(shapes, is_adapter)
+    base_paths = jax.tree.leaves(parameter_paths(base))
+    only = trained_patterns(config.lora, config.optimizer.freeze, base_paths)
+
+    def trainable_and_frozen(parameters):
+        return split_trainable(parameters, config.optimizer.freeze, only)
+
+    trainable, frozen = trainable_and_frozen(shapes)
+    frozen = jax.tree.map(lambda shape: shape.update(dtype=dtype), frozen)
     optimizer = make_optimizer(config.optimizer, config.train.steps, trainable)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
 
+    # both under jit and with output shardings, so that no device ever holds a whole model; the values of JAX's
+    # counter-based generator don't depend on the sharding
     def initial_state(seed):
-        # under jit and with output shardings, so that no device ever holds a whole model; the values of JAX's
-        # counter-based generator don't depend on the sharding
-        parameters = nnx.to_pure_dict(nnx.split(make(nnx.Rngs(params=jax.random.key(seed))))[1])
-        trainable, frozen = split_trainable(parameters, config.optimizer.freeze)
+        return state_from(initial_parameters(seed))
+
+    def initial_state_from(base, seed):
+        adapters, _ = split(initial_parameters(seed), is_adapter)
+        return state_from(join(base, adapters))
+
+    def initial_parameters(seed):
+        return nnx.to_pure_dict(nnx.split(make(nnx.Rngs(params=jax.random.key(seed))))[1])
+
+    def state_from(parameters):
+        trainable, frozen = trainable_and_frozen(parameters)
+        trainable = cast(trainable, jnp.dtype(jnp.float32))
         return {
             "trainable": trainable,
-            "frozen": frozen,
+            "frozen": cast(frozen, dtype),
             "optimizer": optimizer.init(trainable),
             "step": jnp.zeros((), jnp.int32),
         }
@@ -155,16 +205,19 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
 
     @jax.jit
     def all_gradients(parameters, batch):
-        trainable, frozen = split_trainable(parameters, config.optimizer.freeze)
-        return gradients(trainable, frozen, batch)
+        return gradients(*trainable_and_frozen(parameters), batch)
 
+    # compiling these well would take longer than they run
+    runs_once = {"xla_backend_optimization_level": 1}
     return Program(
         mesh=mesh,
         abstract_state=abstract_state,
+        abstract_base=split(join(trainable, frozen), is_adapter)[1],
+        has_adapters=has_adapters(config.lora),
         batch_sharding=batch_sharding(mesh),
-        # runs once: compiling it well would take longer than it runs
-        initialise=jax.jit(
-            initial_state, out_shardings=state_shardings, compiler_options={"xla_backend_optimization_level": 1}
+        initialise=jax.jit(initial_state, out_shardings=state_shardings, compiler_options=runs_once),
+        initialise_from=jax.jit(
+            initial_state_from, donate_argnums=0, out_shardings=state_shardings, compiler_options=runs_once
         ),
         train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
         # replicated, so that every process can read every prediction

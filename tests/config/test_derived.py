@@ -5,6 +5,7 @@ import pytest
 from jaxforge.config import default_config, encoder_defaults, resolve
 from jaxforge.config.derived import (
     data_parallel_size,
+    data_source,
     encoder_tensor_parallel_size,
     lr_decay_iters,
     num_microbatches,
@@ -12,7 +13,7 @@ from jaxforge.config.derived import (
     patches_per_full_image,
     projector_ffn_hidden_size,
 )
-from jaxforge.config.schema import DecoderConfig
+from jaxforge.config.schema import Config, DataConfig, DecoderConfig
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,17 @@ def test_the_learning_rate_decays_over_the_run_unless_told():
     assert lr_decay_iters(resolve(config)) == 70
     config.optimizer.lr_decay_iters = 90
     assert lr_decay_iters(resolve(config)) == 90
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "resolved"),
+    [
+        ("auto", (), "synthetic"),
+        ("auto", ("a.jsonl",), "files"),
+        ("digits", (), "digits"),
+        ("files", ("a.jsonl",), "files"),
+        ("synthetic", (), "synthetic"),
+    ],
+)
+def test_a_run_reads_its_files_where_it_has_some(source, path, resolved):
+    assert data_source(Config(data=DataConfig(source=source, path=path))) == resolved

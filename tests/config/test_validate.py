@@ -78,8 +78,6 @@ def test_what_later_work_brings_is_marked_in_the_schema():
         "memory.optimizer_cpu_offload",
         "loss.cross_entropy_loss_fusion",
         "moe.moe_enable_deepep",
-        "data.path",
-        "checkpoint.init_from_hf",
         "model.encoder.hidden_dropout",
     } <= set(PLANNED)
 
@@ -403,6 +401,90 @@ def test_run_rules(settings, message):
 )
 def test_run_rules_with_an_encoder(settings, message):
     assert message in _refusal(_set(_vision_config(), settings))
+
+
+def _files_config(**settings):
+    """A vision-language run on files."""
+    config = _set(_vision_config(), {"data.path": ("a.jsonl", "b.jsonl"), "data.tokenizer": "tokenizer"})
+    return _set(config, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"data.source": "files"},
+        {"data.weights": (2.0, 1.0), "data.max_skipped_fraction": 0.0, "data.min_pixels": 784, "data.max_pixels": 784},
+        {"data.eval_path": ("c.jsonl",), "train.eval_every_steps": 5},
+        # a full image may be larger than a row: the user's images decide
+        {"data.max_patches_per_row": 12},
+    ],
+)
+def test_files_that_have_what_they_need_are_valid(settings):
+    validate(resolve(_files_config(**settings)), 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data.path": (), "data.source": "files"}, "data.source=files needs data.path, the files to read"),
+        (
+            {"data.tokenizer": None},
+            "data.path=('a.jsonl', 'b.jsonl') needs a tokenizer; set data.tokenizer to the folder of one, or"
+            " checkpoint.init_from_hf",
+        ),
+        (
+            {"train.eval_every_steps": 5},
+            "train.eval_every_steps=5 would have no effect with data.source=files, which has no evaluation set; set it"
+            " to 0, or data.eval_path to held-out files",
+        ),
+        ({"data.weights": (1.0,)}, "data.weights=(1.0,) has 1 weights for the 2 entries of data.path="),
+        ({"data.weights": (1.0, 0.0)}, "data.weights[1]=0.0 must be above 0"),
+        ({"data.max_skipped_fraction": 1.0}, "data.max_skipped_fraction=1.0 must be at least 0 and below 1"),
+        ({"data.packing_window": 0}, "data.packing_window=0 must be at least 1"),
+        ({"data.video_fps": 0.0}, "data.video_fps=0.0 must be above 0"),
+        ({"data.video_max_frames": 0}, "data.video_max_frames=0 must be at least 1"),
+        ({"data.min_pixels": 800, "data.max_pixels": 799}, "data.min_pixels=800 is above data.max_pixels=799"),
+        ({"data.digits_max": 3}, "data.digits_max=3 would have no effect with data.source=files; leave it at 6"),
+        (
+            {"data.source": "digits"},
+            "data.path=('a.jsonl', 'b.jsonl') would have no effect with data.source=digits; leave it at ()",
+        ),
+    ],
+)
+def test_rules_on_files(settings, message):
+    assert message in _refusal(_files_config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [
+        ("weights", (1.0,), "()"),
+        ("eval_path", ("a.jsonl",), "()"),
+        ("media_root", "images", "None"),
+        ("tokenizer", "folder", "None"),
+        ("chat_template", "llama3", "auto"),
+        ("system", "Be brief.", "None"),
+        ("strict", True, "False"),
+        ("max_skipped_fraction", 0.5, "0.05"),
+        ("overlong", "truncate", "drop"),
+        ("min_pixels", 784, "None"),
+        ("max_pixels", 784, "None"),
+        ("video_fps", 1.0, "2.0"),
+        ("video_max_frames", 8, "64"),
+        ("packing_window", 100, "20000"),
+        ("cache_dir", "cache", "None"),
+    ],
+)
+def test_a_field_of_files_would_have_no_effect_without_them(name, value, default):
+    message = f"data.{name}={value} would have no effect with data.source=synthetic; leave it at {default}"
+    assert _refusal(_set(_vision_config(), {f"data.{name}": value})) == message
+
+
+def test_a_field_of_media_would_have_no_effect_without_an_encoder():
+    config = _set(_language_config(), {"data.path": ("a.jsonl",), "data.tokenizer": "t", "data.max_pixels": 784})
+    message = "data.max_pixels=784 would have no effect, because model.encoder is None; leave it at None"
+    assert _refusal(config) == message
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def test_only_norms_and_biases_are_free_of_decay():
         "decoder/embedding_VD": True,
         "decoder/layers/attention/query_DHK": True,
         "encoder/position_ND": True,
+        "decoder/layers/attention/query_DHK_lora_a": True,
+        "decoder/layers/mlp/up_DF_lora_b": True,
         "decoder/layers/attention/query_bias_HK": False,
         "encoder/patch_bias_D": False,
         "encoder/layers/mlp_norm/bias": False,
@@ -141,6 +143,15 @@ def test_frozen_parameters_are_taken_out_with_their_folders():
 def test_without_patterns_everything_trains():
     trainable, frozen = split_trainable(PARAMETERS, ())
     assert by_path(trainable) == by_path(PARAMETERS) and frozen == {}
+
+
+def test_where_only_some_train_the_others_are_frozen_and_freezing_those_is_refused():
+    only = ("decoder/final_norm/*", "encoder/**")
+    trainable, frozen = split_trainable(PARAMETERS, ("*/up_DF",), only)
+    assert sorted(by_path(trainable)) == ["decoder/final_norm/scale", "encoder/layers/mlp/up_bias_F"]
+    assert sorted(by_path(frozen)) == ["decoder/head_VD", "encoder/layers/mlp/up_DF"]
+    with pytest.raises(ConfigError, match=r"optimizer\.freeze.*'decoder/head_VD', which matches no .* that trains"):
+        split_trainable(PARAMETERS, ("decoder/head_VD",), only)
 
 
 def test_a_pattern_without_effect_is_refused():

@@ -4,10 +4,12 @@ import pytest
 
 from jaxforge.config import default_config, model_config, resolve
 from jaxforge.config.schema import (
+    AdapterConfig,
     Config,
     DataConfig,
     DecoderConfig,
     EncoderConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ProjectorConfig,
@@ -92,4 +94,26 @@ def test_a_frozen_module_has_no_weight_gradients_and_none_below_it_if_nothing_tr
     config = dataclasses.replace(VISION, optimizer=OptimizerConfig(freeze=freeze))
     encoder, projector, decoder = passes
     per_row = encoder * ENCODER_ROW + projector * PROJECTOR_ROW + decoder * DECODER_ROW
+    assert model_flops_per_step(config) == 3 * per_row
+
+
+YES = AdapterConfig(rank=2)
+
+
+@pytest.mark.parametrize(
+    "lora, freeze, passes",
+    [
+        # adapters need the gradients of what enters and leaves their weights, but none of these
+        (LoraConfig(decoder=YES), (), (1, 1, 2)),
+        (LoraConfig(encoder=YES), (), (2, 2, 2)),
+        (LoraConfig(projector=YES, decoder=YES), (), (1, 2, 2)),
+        (LoraConfig(decoder=YES, train_also=("projector/**",)), (), (1, 3, 2)),
+        (LoraConfig(decoder=YES, train_also=("encoder/layers/mlp_norm/*",)), (), (2, 2, 2)),
+        (LoraConfig(decoder=YES, train_also=("*_norm/scale",)), (), (2, 2, 2)),
+        (LoraConfig(decoder=YES, encoder=YES), ("encoder",), (1, 1, 2)),
+    ],
+)
+def test_adapters_have_their_weights_gradients_left_out(lora, freeze, passes):
+    config = dataclasses.replace(VISION, lora=lora, optimizer=OptimizerConfig(freeze=freeze))
+    per_row = sum(n * row for n, row in zip(passes, (ENCODER_ROW, PROJECTOR_ROW, DECODER_ROW), strict=True))
     assert model_flops_per_step(config) == 3 * per_row
