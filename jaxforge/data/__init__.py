@@ -1,6 +1,8 @@
-"""Rows of packed documents: images, positions, packing, tokenizer, sources and the loader."""
+"""Rows of packed documents: the user's files, images, positions, packing, sources and the loader."""
 
+from jaxforge.data.conversation import SampleError
 from jaxforge.data.digits import DigitsSource, EvalDocument, Sample
+from jaxforge.data.files_source import FilesSource
 from jaxforge.data.loader import Batch, Loader, batch_sharding
 from jaxforge.data.packing import IGNORE, Document, pack_row
 from jaxforge.data.patches import Patches, patchify, smart_resize
@@ -17,11 +19,13 @@ __all__ = [
     "DigitsSource",
     "Document",
     "EvalDocument",
+    "FilesSource",
     "Loader",
     "Patches",
     "RowFormat",
     "RowSource",
     "Sample",
+    "SampleError",
     "SyntheticSource",
     "batch_sharding",
     "eval_source",

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxforge.cluster.mesh import DATA_AXES
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
-from jaxforge.data.sources import RowSource
+from jaxforge.data.balance import balanced_order
+from jaxforge.data.sources import CostedSource, RowSource
 
 Batch = dict[str, jax.Array]
 
@@ -23,12 +24,17 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, DATA_AXES))
 
 
+def num_ranks(mesh: jax.sharding.Mesh) -> int:
+    """Data parallel ranks: rank k has rows [k B / ranks, (k + 1) B / ranks) of a microbatch."""
+    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
+
+
 def local_columns(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
     """Which of the B rows of a microbatch lie on this process's devices, in increasing order.
 
     Raises ConfigError where `rows` doesn't divide over the data parallel ranks.
     """
-    ranks = math.prod(mesh.shape[axis] for axis in DATA_AXES)
+    ranks = num_ranks(mesh)
     if rows % ranks:
         raise ConfigError(f"{rows} rows of a microbatch do not divide over {ranks} data parallel ranks")
     indices = batch_sharding(mesh).addressable_devices_indices_map((1, rows)).values()
@@ -38,12 +44,22 @@ def local_columns(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
 class StepRows:
     """The rows of each step that one process needs: a random-access source for Grain.
 
-    Element i is step `start_step + i`: arrays [M, len(columns), ...].  Row r of a step is microbatch r // B, column
-    r % B, and number `step * M * B + r` of the source, whatever the number of processes.
+    Element i is step `start_step + i`: arrays [M, len(columns), ...].  Step s has the rows from `s * M * B` to
+    `(s + 1) * M * B - 1` of the source, whatever the number of processes.  Place r of them is microbatch r // B, column
+    r % B.  Where the source knows what its rows cost and `balance_ranks` is given, they are dealt to the places so that
+    the ranks of a microbatch cost about the same (`balanced_order`); else row r of a step has place r.
     """
 
     def __init__(
-        self, source: RowSource, columns: Sequence[int], *, microbatches: int, rows: int, start_step: int, steps: int
+        self,
+        source: RowSource,
+        columns: Sequence[int],
+        *,
+        microbatches: int,
+        rows: int,
+        start_step: int,
+        steps: int,
+        balance_ranks: int | None = None,
     ):
         self._source = source
         self._columns = columns
@@ -51,24 +67,35 @@ class StepRows:
         self._rows = rows
         self._start_step = start_step
         self._steps = steps
+        self._balance_ranks = balance_ranks
 
     def __len__(self) -> int:
         return max(0, self._steps - self._start_step)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
         first = (self._start_step + int(index)) * self._microbatches * self._rows
-        numbers = [first + m * self._rows + column for m in range(self._microbatches) for column in self._columns]
-        rows = [self._source.row(number) for number in numbers]
+        numbers_MB = first + self._places(first).reshape(self._microbatches, self._rows)
+        rows = [self._source.row(number) for number in numbers_MB[:, self._columns].ravel().tolist()]
         shape = (self._microbatches, len(self._columns))
         return {key: np.stack([row[key] for row in rows]).reshape(*shape, *rows[0][key].shape) for key in rows[0]}
+
+    def _places(self, first: int) -> np.ndarray:
+        """For each place of the step, which of its rows lies there: [M B]."""
+        count = self._microbatches * self._rows
+        ranks = self._balance_ranks
+        if ranks is None or not isinstance(self._source, CostedSource):
+            return np.arange(count)
+        return balanced_order(self._source.costs(first, count), self._microbatches, ranks, self._rows // ranks)
 
 
 class Loader(Iterator):
     """Iterates over the steps of a run from `start_step` to train.steps.
 
     Each step gives (batch, info): the arrays of docs/architecture.md as [M, B, ...] on the mesh, and `wait_seconds`,
-    the time that the step waited for data.  A process builds only the rows that its devices hold.  Rows depend on the
-    step alone, so a resumed run, or one on other devices, reads the same.  An error in a thread is raised by `next`.
+    the time that the step waited for data.  A process builds only the rows that its devices hold.  The rows of a step
+    depend on the step alone, so a resumed run, or one on other devices, reads the same.  Their places in it may depend
+    on the layout (`StepRows`), except with dropout, whose masks follow the place.  An error in a thread is raised by
+    `next`.
     """
 
     def __init__(
@@ -90,6 +117,7 @@ class Loader(Iterator):
             rows=rows,
             start_step=start_step,
             steps=config.train.steps,
+            balance_ranks=None if config.model.decoder.hidden_dropout else num_ranks(mesh),
         )
         options = grain.ReadOptions(num_threads=config.data.num_threads, prefetch_buffer_size=config.data.prefetch)
         self._steps = iter(grain.MapDataset.source(step_rows).to_iter_dataset(options))

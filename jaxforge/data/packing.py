@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxforge.config.errors import ConfigError
 from jaxforge.data.patches import Patches
-from jaxforge.data.positions import Run, mrope_positions
+from jaxforge.data.positions import Run, VideoGrid, mrope_positions
 from jaxforge.data.rows import RowFormat
 
 IGNORE = -100  # the target of a position that doesn't count in the loss
@@ -16,14 +16,14 @@ IGNORE = -100  # the target of a position that doesn't count in the loss
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Tokens that belong together, with the images among them.
+    """Tokens that belong together, with the images and videos among them.
 
     Attributes:
       tokens: [S] int32.
       loss_mask: [S] bool, the tokens that the model must predict: an answer and its end token, or a whole text.  A
         visual token is never predicted, whatever the mask says, nor is the first token.
-      visual: [S] bool, the visual tokens: h w / merge^2 in a row for each image, in the order of `images`.
-      images: the images, in reading order.
+      visual: [S] bool, the visual tokens: frames h w / merge^2 in a row for each of `images`, in their order.
+      images: the images, and the videos or their temporal patches, in reading order.
     """
 
     tokens: np.ndarray
@@ -63,7 +63,7 @@ class Document:
         return mrope_positions(self._runs(merge), merge)
 
     def _runs(self, merge: int) -> list[Run]:
-        """The document as text runs and image grids.  Raises ValueError where images and visual tokens disagree."""
+        """The document as runs of text, images and videos.  Raises ValueError where tokens and images disagree."""
         runs: list[Run] = []
         images, token = iter(self.images), 0
         while token < len(self.tokens):
@@ -73,9 +73,10 @@ class Document:
                 if image is None or not self.visual[token : token + length].all() or token + length > len(self.tokens):
                     raise ValueError(
                         f"a document's visual tokens do not match its {len(self.images)} images at token {token};"
-                        " give each image h w / merge^2 consecutive visual tokens"
+                        " give each image frames h w / merge^2 consecutive visual tokens"
                     )
-                runs.append(image.grid)
+                video = image.frames > 1
+                runs.append(VideoGrid(image.frames, *image.grid, image.time_step) if video else image.grid)
             else:
                 later = np.flatnonzero(self.visual[token:])
                 length = int(later[0]) if len(later) else len(self.tokens) - token
@@ -108,7 +109,7 @@ def pack_row(documents: Sequence[Document], row_format: RowFormat) -> dict[str, 
 
 def _pack_images(row: dict[str, np.ndarray], documents: Sequence[Document], row_format: RowFormat) -> None:
     visual = np.zeros(row_format.seq_length, bool)
-    start = patch = windows = 0
+    start = patch = frames = windows = 0
     row["patch_grids"].fill(1)
     images = [image for document in documents for image in document.images]
     for document in documents:
@@ -120,14 +121,15 @@ def _pack_images(row: dict[str, np.ndarray], documents: Sequence[Document], row_
         visual[start : start + len(document.tokens)] = document.visual
         start += len(document.tokens)
     row["visual_index"][:] = np.where(visual, np.cumsum(visual) - 1, -1)
-    for number, image in enumerate(images, start=1):
+    for image in images:
         span = slice(patch, patch + len(image.patches_PC))
         row["patches"][span] = image.patches_PC
-        row["patch_segments"][span] = number
+        numbers = np.arange(frames + 1, frames + 1 + image.frames)
+        row["patch_segments"][span] = np.repeat(numbers, len(image.patches_PC) // image.frames)
         row["patch_windows"][span] = image.windows_P + windows
         row["patch_positions"][span] = image.positions_P2
         row["patch_grids"][span] = image.grid
-        patch, windows = span.stop, windows + int(image.windows_P.max())
+        patch, frames, windows = span.stop, frames + image.frames, windows + int(image.windows_P.max())
 
 
 def _check_room(documents: Sequence[Document], row_format: RowFormat) -> None:

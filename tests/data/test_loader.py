@@ -1,5 +1,6 @@
 """The loader: rows by step alone, on the devices that need them."""
 
+import dataclasses
 import threading
 import time
 
@@ -10,6 +11,8 @@ from data_configs import text_config
 
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.schema import DecoderConfig, ModelConfig
+from jaxforge.data.balance import balanced_order
 from jaxforge.data.loader import Loader, StepRows, local_columns
 
 
@@ -29,6 +32,13 @@ class FailingRows(NumberedRows):
         if index == 8:
             raise ConfigError("row 8 is broken; use another")
         return super().row(index)
+
+
+class CostedRows(NumberedRows):
+    """Some rows cost more than others."""
+
+    def costs(self, first, count):
+        return np.array([1.0 + index * 7 % 5 for index in range(first, first + count)])
 
 
 @pytest.fixture
@@ -78,6 +88,40 @@ def test_every_row_is_built_once(mesh):
     with Loader(source, config(steps=2), mesh, 2) as loader:
         list(loader)
     assert sorted(source.asked) == list(range(16))
+
+
+def test_rows_that_cost_more_are_dealt_over_the_ranks_and_stay_in_their_step(mesh):
+    source = CostedRows()
+    with Loader(source, config(steps=2, rows=16), mesh, num_microbatches=2) as loader:
+        batches = [np.asarray(first_tokens(batch)) for batch, _ in loader]
+    for step, numbers_MB in enumerate(batches):
+        assert sorted(numbers_MB.ravel().tolist()) == list(range(16 * step, 16 * step + 16))
+        # 4 ranks of 2 rows; the rows of the first microbatch cost the most, and no rank has more than a row's surplus
+        cost_MB = source.costs(0, 32)[numbers_MB]
+        assert cost_MB[0].min() >= cost_MB[1].max()
+        by_rank = cost_MB.reshape(2, 4, 2).sum(axis=(0, 2))
+        assert by_rank.max() - by_rank.min() <= 1
+        expected = balanced_order(source.costs(16 * step, 16), 2, 4, 2)
+        assert (numbers_MB.ravel() - 16 * step).tolist() == expected.tolist()
+
+
+def test_processes_agree_on_the_places_of_balanced_rows():
+    def step(columns):
+        rows = StepRows(CostedRows(), columns, microbatches=2, rows=4, start_step=1, steps=9, balance_ranks=4)
+        return rows[2]["tokens"][:, :, 0]
+
+    whole = step([0, 1, 2, 3])
+    assert whole.ravel().tolist() != sorted(whole.ravel().tolist())
+    np.testing.assert_array_equal(np.concatenate([step([0, 1]), step([2, 3])], axis=1), whole)
+
+
+def test_with_dropout_a_row_keeps_its_place(mesh):
+    # its masks follow the place, so that every layout drops the same numbers
+    dropout = dataclasses.replace(
+        config(steps=1, rows=16), model=ModelConfig(decoder=DecoderConfig(hidden_dropout=0.1))
+    )
+    with Loader(CostedRows(), dropout, mesh, num_microbatches=2) as loader:
+        assert first_tokens(next(loader)[0]) == np.arange(16).reshape(2, 8).tolist()
 
 
 def test_the_rows_of_two_processes_are_those_of_one():

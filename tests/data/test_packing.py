@@ -6,7 +6,7 @@ import pytest
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import EncoderConfig
 from jaxforge.data.packing import IGNORE, Document, pack_row
-from jaxforge.data.patches import patchify
+from jaxforge.data.patches import patchify, stack_frames
 from jaxforge.data.rows import RowFormat
 
 ENCODER = EncoderConfig(patch_size=1, spatial_merge_size=2, temporal_patch_size=1, in_channels=1, window_size=2)
@@ -22,6 +22,10 @@ def vision_rows(seq_length, max_patches, mrope=True):
 
 def image(height, width, value=0.0):
     return patchify(np.full((height, width, 1), value, np.float32), ENCODER)
+
+
+def video(values, height, width, time_step):
+    return stack_frames([image(height, width, value) for value in values], time_step)
 
 
 def document(tokens, visual, images):
@@ -74,6 +78,28 @@ def test_images_follow_each_other_along_the_patch_axis():
     assert row["patch_positions"].tolist() == square + [[0, 2], [0, 3], [1, 2], [1, 3]] + square + [[0, 0]] * 4
 
 
+def test_frames_of_a_video_never_see_each_other():
+    # F34: each frame is a segment of its own, for the layers that attend over all of it, and has windows of its own
+    clip = document([3] * 4 + [5], [1] * 4 + [0], [video([0.25, 0.5], 2, 4, time_step=2.0)])
+    row = pack_row([clip, document([3, 6], [1, 0], [image(2, 2, 0.75)])], vision_rows(8, 24))
+    assert row["patches"][:, 0].tolist() == [0.25] * 8 + [0.5] * 8 + [0.75] * 4 + [0.0] * 4
+    assert row["patch_segments"].tolist() == [1] * 8 + [2] * 8 + [3] * 4 + [0] * 4
+    assert row["patch_windows"].tolist() == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 4 + [0] * 4
+    assert row["patch_grids"].tolist() == [[2, 4]] * 16 + [[2, 2]] * 4 + [[1, 1]] * 4
+    square = [[0, 0], [0, 1], [1, 0], [1, 1]]
+    frame = square + [[0, 2], [0, 3], [1, 2], [1, 3]]
+    assert row["patch_positions"].tolist() == frame + frame + square + [[0, 0]] * 4
+    assert row["visual_index"].tolist() == [0, 1, 2, 3, -1, 4, -1, -1]
+
+
+def test_time_advances_in_a_video_and_the_next_document_restarts():
+    # F32, F30: frames of one token, 2 positions apart
+    clip = document([1, 3, 3, 3, 5], [0, 1, 1, 1, 0], [video([0, 0, 0], 2, 2, time_step=2.0)])
+    row = pack_row([clip, document([3, 6], [1, 0], [image(2, 2)])], vision_rows(8, 16))
+    assert row["positions"][0].tolist() == [0, 1, 3, 5, 6, 0, 1, 0]
+    assert row["positions"][1:].tolist() == [[0, 1, 1, 1, 6, 0, 1, 0]] * 2
+
+
 def test_a_visual_token_is_never_a_target():
     row = pack_row([document([1, 3, 3, 5], [0, 1, 1, 0], [image(2, 4)])], vision_rows(4, 8))
     assert row["targets"].tolist() == [IGNORE, IGNORE, 5, IGNORE]
@@ -111,6 +137,18 @@ def test_an_image_larger_than_the_row_is_refused_whole():
     # F39
     with pytest.raises(ConfigError, match=r"of 8 image patches .* data.max_patches_per_row=4.*no image is ever cut"):
         pack_row([document([3, 3, 5], [1, 1, 0], [image(2, 4)])], vision_rows(8, 4))
+
+
+def test_a_video_is_never_cut_between_its_frames():
+    # F39: one of its two frames would fit
+    clip = document([3] * 4 + [5], [1] * 4 + [0], [video([0, 0], 2, 4, time_step=1.0)])
+    with pytest.raises(ConfigError, match=r"of 16 image patches .* data.max_patches_per_row=8.*no image is ever cut"):
+        pack_row([clip], vision_rows(8, 8))
+
+
+def test_a_video_must_not_be_split_by_text():
+    with pytest.raises(ValueError, match="consecutive visual tokens"):
+        pack_row([document([3, 5, 3], [1, 0, 1], [video([0, 0], 2, 2, time_step=1.0)])], vision_rows(8, 16))
 
 
 @pytest.mark.parametrize("mrope", [True, False])

@@ -1,0 +1,70 @@
+"""What a row costs, and rows dealt to data parallel ranks so that none waits for another.
+
+In a microbatch the slowest rank sets the pace.  Rows have the same number of tokens, but attention costs more in long
+documents than in short ones, and an encoder's work is that of the patches.  So the rows of a step change places; they
+stay in their step, so the step's loss and gradients are the same sums.
+"""
+
+import numpy as np
+
+from jaxforge.config.derived import merged_patch_width, patches_per_full_image, projector_ffn_hidden_size
+from jaxforge.config.schema import Config
+
+
+def document_costs(tokens_N: np.ndarray, patches_N: np.ndarray, config: Config) -> np.ndarray:
+    """Forward FLOPs of each document [N] float64, alone in its row.
+
+    Matrix products only, 2 FLOPs per multiply-add (Narayanan et al. 2021, arXiv:2104.04473, appendix): linear in tokens
+    and patches, and attention, quadratic in what sees each other: the tokens of a document, the patches of an image or
+    of a window.  Of images only the patches of a document together are known: they count as equal images of at most
+    model.encoder.image_size.
+    """
+    model, tokens_N, patches_N = config.model, tokens_N.astype(np.float64), patches_N.astype(np.float64)
+    decoder = model.decoder
+    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
+    projections = 4 * width * (heads + decoder.num_query_groups * decoder.kv_channels)
+    layer = projections + 6 * width * decoder.ffn_hidden_size
+    costs_N = tokens_N * (decoder.num_layers * layer + 2 * width * decoder.vocab_size)
+    costs_N += tokens_N**2 * (2 * heads * decoder.num_layers)  # causal: half of 4 n^2
+    encoder = model.encoder
+    if encoder is None:
+        return costs_N
+    width, heads = encoder.hidden_size, encoder.num_attention_heads * encoder.kv_channels
+    layer = 8 * width * heads + (6 if encoder.swiglu else 4) * width * encoder.ffn_hidden_size
+    embedding = 2 * width * encoder.in_channels * encoder.temporal_patch_size * encoder.patch_size**2
+    inner = projector_ffn_hidden_size(model)
+    merger = 2 * merged_patch_width(encoder) * inner + 2 * inner * decoder.hidden_size
+    mergers = (1 + len(encoder.deepstack_visual_indexes)) * merger / encoder.spatial_merge_size**2
+    costs_N += patches_N * (encoder.num_layers * layer + embedding + mergers)
+    image_N = patches_N / np.maximum(1, np.ceil(patches_N / patches_per_full_image(encoder)))
+    whole_layers = encoder.num_layers
+    if encoder.model_type == "qwen2_5_vit":
+        whole_layers = len(encoder.fullatt_block_indexes)
+    window_N = np.minimum(image_N, (encoder.window_size // encoder.patch_size) ** 2)
+    seen_N = whole_layers * image_N + (encoder.num_layers - whole_layers) * window_N
+    return costs_N + patches_N * seen_N * (4 * heads)
+
+
+def balanced_order(costs_R: np.ndarray, microbatches: int, ranks: int, rows_per_rank: int) -> np.ndarray:
+    """Which row of a step goes where, so that the ranks of each microbatch, and of the whole step, cost about the same.
+
+    Rows of similar cost make up a microbatch; in it each row, the most expensive first, goes to the rank that has the
+    least to do so far in the step.
+
+    Args:
+      costs_R: [R] cost of each row, R = microbatches x ranks x rows_per_rank.
+
+    Returns:
+      [R] int64: the row at place m ranks rows_per_rank + rank rows_per_rank + i, row i of the rank's in microbatch m.
+    """
+    order = np.argsort(-costs_R, kind="stable")
+    loads = np.zeros(ranks)
+    places = np.empty((microbatches, ranks, rows_per_rank), np.int64)
+    for microbatch, rows in enumerate(order.reshape(microbatches, -1)):
+        held = np.zeros(ranks, np.int64)
+        for row in rows:
+            rank = np.argmin(np.where(held < rows_per_rank, loads, np.inf))
+            places[microbatch, rank, held[rank]] = row
+            held[rank] += 1
+            loads[rank] += costs_R[row]
+    return places.reshape(-1)
