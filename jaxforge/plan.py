@@ -79,7 +79,7 @@ def memory_table(report: "PlanReport") -> Table:
     shapes, formula, compiler = "shapes and shardings", "formula", "compiled program"
     rest = max(0, device.output - device.aliased)
     rows = [
-        ("parameters (fp32 masters)", parts.parameters, shapes),
+        ("parameters", parts.parameters, shapes),
         ("optimizer (moments)", parts.optimizer, shapes),
         ("batch", parts.batch, shapes),
         ("temporary", device.temporary, compiler),

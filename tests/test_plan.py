@@ -45,7 +45,7 @@ def test_the_memory_table_adds_up_to_the_peak():
         for cells in (line.replace("│", "|").split("|") for line in table.splitlines() if "│" in line)
         if cells[2].strip().replace(".", "").isdigit() and len(cells) == 5
     }
-    top = ("parameters (fp32 masters)", "optimizer (moments)", "batch", "temporary", "results")
+    top = ("parameters", "optimizer (moments)", "batch", "temporary", "results")
     below = ("gradients (fp32 sum, bfloat16)", "compute weights", "activations, workspace")
     assert sum(figures[name] for name in top) == figures["peak"] == 33
     assert sum(figures[name] for name in below) == figures["temporary"] == 20

@@ -18,8 +18,9 @@ _NUM_THREADS = 8
 
 
 def write_checksums(folder: Path, parts: Iterable[str]) -> None:
-    """Writes checksums.json into a checkpoint's folder, over all files under its subfolders `parts`."""
-    files = [file for part in parts for file in sorted((folder / part).rglob("*")) if file.is_file()]
+    """Writes checksums.json into a checkpoint's folder, over its `parts`: files, and subfolders with all under them."""
+    found = [file for part in parts for file in (folder / part, *sorted((folder / part).rglob("*")))]
+    files = [file for file in found if file.is_file()]
     sums = dict(zip((str(file.relative_to(folder)) for file in files), _in_threads(_size_and_crc, files), strict=True))
     # Written whole or not at all, since the folder may survive a kill in the middle of this.
     unfinished = folder / (FILE_NAME + ".tmp")

@@ -2,6 +2,7 @@
 
 from jaxforge.config.defaults import encoder_defaults
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.hf_config import hf_model
 from jaxforge.config.load import default_config, load_config, model_config
 from jaxforge.config.resolve import resolve, value_origins
 from jaxforge.config.run_yaml import from_yaml, to_yaml
@@ -14,6 +15,7 @@ __all__ = [
     "default_config",
     "encoder_defaults",
     "from_yaml",
+    "hf_model",
     "load_config",
     "model_config",
     "resolve",

@@ -9,14 +9,16 @@ from jaxforge.config.errors import ConfigError
 CONFIG_HELP = "a recipe, such as configs/demo_vlm.py; --config.GROUP.FIELD=VALUE overrides one of its fields"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as a ConfigError."""
+
     def error(self, message: str):
         raise ConfigError(f"{message}; {self.prog} --help lists the flags")
 
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser that knows --config; commands add their own flags, and parse with `parse`."""
-    made = _Parser(prog=f"python -m jaxforge.{prog}", description=description, allow_abbrev=False)
+    made = Parser(prog=f"python -m jaxforge.{prog}", description=description, allow_abbrev=False)
     made.add_argument("--config", required=True, metavar="RECIPE", help=CONFIG_HELP)
     return made
 

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from jaxforge.config.defaults import CONFIGS, complete_encoder, encoder_from_yaml, find_file, group_defaults, locked
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.hf_config import hf_model
 from jaxforge.config.origins import record_origins, set_value
 from jaxforge.config.schema import Config
 from jaxforge.config.values import annotations, close_names, group_class, parse, schema_paths, unknown_field
@@ -135,6 +136,8 @@ def _apply_override(config: ConfigDict, path: str, text: str) -> None:
         node.encoder = None if text.lower() == "none" else encoder_from_yaml(text)
     elif path == "model.projector" and text.lower() == "none":
         node.projector = None
+    elif path == "model":
+        node.model = hf_model(text, node.model)
     elif group_class(annotation) is not None:
         raise ConfigError(f"{path}={text}: {path} is a group of fields; set one of them, as --config.{path}.NAME=VALUE")
     else:

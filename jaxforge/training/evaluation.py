@@ -1,4 +1,4 @@
-"""Evaluation on held-out samples: loss, and answers generated greedily and compared with the truth."""
+"""Evaluation on held-out samples: loss, and where the source has answers, those generated greedily and compared."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from jaxforge.data.digits import DigitsSource, EvalDocument
+from jaxforge.data.files_source import FilesSource
+from jaxforge.data.packing import pack_row
 from jaxforge.training.program import Program
 
 
@@ -18,24 +20,20 @@ class Evaluation:
     Attributes:
       loss: mean cross-entropy of the true answers, in nats per target token.
       target_tokens: how many.
-      exact_match: fraction of generated answers that equal the truth.
+      exact_match: fraction of generated answers that equal the truth; None where none are generated.
       answers: of each document, in the order of `documents`.
     """
 
     loss: float
     target_tokens: int
-    exact_match: float
+    exact_match: float | None
     documents: Sequence[EvalDocument]
     answers: Sequence[str]
 
     def row(self, step: int) -> dict[str, Any]:
         """A row of metrics.jsonl."""
-        return {
-            "step": step,
-            "eval/loss": self.loss,
-            "eval/target_tokens": self.target_tokens,
-            "eval/exact_match": self.exact_match,
-        }
+        row = {"step": step, "eval/loss": self.loss, "eval/target_tokens": self.target_tokens}
+        return row if self.exact_match is None else row | {"eval/exact_match": self.exact_match}
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """(right answers, documents) of each kind of question."""
@@ -44,6 +42,39 @@ class Evaluation:
             right, total = counts.get(document.kind, (0, 0))
             counts[document.kind] = (right + (answer == document.answer), total + 1)
         return counts
+
+
+def make_evaluator(
+    source: DigitsSource | FilesSource | None, program: Program, rows: int
+) -> "Evaluator | LossEvaluator | None":
+    """What evaluates a source; None where there is none.  `rows` are those of a microbatch over all ranks, B."""
+    if isinstance(source, FilesSource):
+        return LossEvaluator(source, program, rows)
+    return Evaluator(source, program, rows) if source is not None else None
+
+
+class LossEvaluator:
+    """Reads the evaluation's rows a microbatch at a time, and scores them; nothing is generated."""
+
+    def __init__(self, source: FilesSource, program: Program, rows: int):
+        self.source = source
+        self._program, self._rows = program, rows
+
+    def __call__(self, state: Any) -> Evaluation:
+        loss_sum, target_tokens = 0.0, 0
+        number = len(self.source.epoch_plan(0))
+        empty = pack_row([], self.source.row_format)
+        for first in range(0, number, self._rows):
+            # every process reads all rows: they are few, and each needs its own share alone
+            rows = [self.source.row(index) for index in range(first, min(first + self._rows, number))]
+            rows += [empty] * (self._rows - len(rows))
+            batch = {key: self._place(np.stack([row[key] for row in rows])[None]) for key in empty}
+            one_loss, one_count, _ = self._program.score(state, batch)
+            loss_sum, target_tokens = loss_sum + float(one_loss), target_tokens + int(one_count)
+        return Evaluation(loss_sum / max(target_tokens, 1), target_tokens, None, [], [])
+
+    def _place(self, array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, self._program.batch_sharding, lambda index: array[index])
 
 
 class Evaluator:

@@ -20,7 +20,9 @@ from jaxforge.cluster import MeshLayout, build_mesh, describe, detect, initializ
 from jaxforge.config import Config, ConfigError, resolve, to_yaml, validate, value_origins
 from jaxforge.config.derived import num_microbatches
 from jaxforge.data import DigitsSource, Loader, eval_source, row_spec, train_source
-from jaxforge.training.evaluation import Evaluation, Evaluator
+from jaxforge.data.files_source import FilesSource
+from jaxforge.data.lengths import describe_skipped
+from jaxforge.training.evaluation import Evaluation, Evaluator, LossEvaluator, make_evaluator
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.metrics import MetricsWriter
 from jaxforge.training.program import (
@@ -34,6 +36,7 @@ from jaxforge.training.program import (
 )
 from jaxforge.training.report import Progress, draw_pictures, draw_predictions
 from jaxforge.training.rundir import RunDirectory
+from jaxforge.training.state import export_source, export_state, first_state, restored_state, saved_base
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +151,8 @@ class _Run:
         )
         resources.callback(self.checkpoints.close)
         self.peak_flops = peak_flops(jax.devices()[0].device_kind) if platform == "gpu" else None
+        self.base = saved_base(config, self.program)
+        self.export_source = export_source(config) if config.checkpoint.export_hf_every_steps else None
         self.skipped = 0
 
     def train(self, config_text: str) -> Result:
@@ -157,8 +162,11 @@ class _Run:
         progress = Progress(steps, config.train.log_every_steps)
         progress.say(describe_run(config, self.mesh, self.layout, self.microbatches))
         progress.say(describe_state(self.program))
-        evaluator = self._evaluator()
-        source = train_source(config)
+        evaluator = make_evaluator(eval_source(config), self.program, self.rows)
+        self.source = train_source(config)
+        for split in (self.source, evaluator.source if evaluator else None):
+            if isinstance(split, FilesSource):
+                progress.say(split.describe())
         first, state = self._restore_or_initialise(progress)
         self.run.write_config(config_text)
         if first == 0 and self.run.metrics.exists() and self.run.writable:
@@ -173,7 +181,7 @@ class _Run:
         if first < steps and not self._should_stop():
             # the loader first: its first batches are ready by the time the step is compiled
             loader = self.resources.enter_context(
-                Loader(source, config, self.mesh, self.microbatches, start_step=first)
+                Loader(self.source, config, self.mesh, self.microbatches, start_step=first)
             )
             train_step, step_bytes = self._compile(progress)
             progress = Progress(steps, config.train.log_every_steps, first_step=first)
@@ -183,15 +191,20 @@ class _Run:
                     state, row = self._step(train_step, state, loader, done, step_bytes)
                     progress.update(metrics.write(row))
                     self._save(done, state, is_last=False)
+                    self._export(done, state, progress, is_last=False)
                     if evaluator and every and done % every == 0 and done < steps and not self._should_stop():
                         evaluation = self._evaluate(evaluator, state, done, metrics, progress)
         if done > first:
             self._save(done, state, is_last=True)
+        if done == steps:
+            self._export(done, state, progress, is_last=True)
         if self._should_stop():
             self.checkpoints.wait()
             saved = f"saved step {done}" if done else "no step was done"
             progress.say(f"stopped by SIGTERM; {saved}: the same command resumes")
             return Result(metrics.rows, done, self.run.path, evaluation, state)
+        if isinstance(self.source, FilesSource) and self.source.skipped:
+            progress.say(f"skipped samples: {describe_skipped(self.source.skipped)}")
         if evaluator:
             evaluation = self._evaluate(evaluator, state, done, metrics, progress)
         if config.logging.pictures and self.run.writable and metrics.rows:
@@ -200,9 +213,12 @@ class _Run:
         return Result(metrics.rows, done, self.run.path, evaluation, state)
 
     def _restore_or_initialise(self, progress: Progress) -> tuple[int, Any]:
-        restored = self.checkpoints.restore(self.program.abstract_state)
+        checkpoint = self.config.checkpoint
+        restored = restored_state(self.config, self.program, self.checkpoints)
         if restored is None:
-            return 0, self.program.initialise(self.config.train.seed)
+            if source := checkpoint.init_from_hf or checkpoint.pretrained_checkpoint:
+                progress.say(f"starting from the weights of {source}")
+            return 0, first_state(self.config, self.program)
         step, state, metadata = restored
         self.skipped = metadata["skipped_steps"]
         progress.say(f"resuming from step {step} of {self.run.path}")
@@ -252,9 +268,15 @@ class _Run:
             "tflops_per_device": teraflops,
             "mfu": teraflops * 1e12 / self.peak_flops if self.peak_flops else None,
             "data_wait_seconds": info["wait_seconds"],
+            **self._skipped_samples(),
             # a CPU keeps no count; there it is what the compiled step needs
             "peak_device_bytes": memory.get("peak_bytes_in_use", step_bytes),
         }
+
+    def _skipped_samples(self) -> dict[str, int]:
+        """Samples of the user's files that could not be used, as this process knows them so far."""
+        source = self.source
+        return {"data/skipped_samples": sum(source.skipped.values())} if isinstance(source, FilesSource) else {}
 
     def _skip(self, step: int, outcome: dict[str, Any]) -> None:
         """Counts an update that wasn't finite and so changed nothing; raises where no more may be skipped."""
@@ -277,8 +299,24 @@ class _Run:
             "config": dataclasses.asdict(self.config),
             "skipped_steps": self.skipped,
             "jax_version": jax.__version__,
+            "base": self.base,
         }
-        (self.checkpoints.save if is_last else self.checkpoints.maybe_save)(step, state, metadata)
+        saved = self.program.saved(state)
+        (self.checkpoints.save if is_last else self.checkpoints.maybe_save)(step, saved, metadata)
+
+    def _export(self, step: int, state: Any, progress: Progress, is_last: bool) -> None:
+        """Writes hf/STEP where the config asks for it; a resumed run may have it already."""
+        every = self.config.checkpoint.export_hf_every_steps
+        folder = self.run.exports / str(step)
+        if every and (is_last or step % every == 0) and not self._exists(folder):
+            export_state(folder, self.config, state, self.export_source)
+            progress.say(f"step {step}: exported to {folder}")
+
+    def _exists(self, folder: Path) -> bool:
+        """Whether the primary process sees the folder."""
+        if jax.process_count() == 1:
+            return folder.exists()
+        return bool(multihost_utils.broadcast_one_to_all(np.array(folder.exists())))
 
     def _should_stop(self) -> bool:
         """Whether any process was told to stop.  Processes exchange the answer, so all must ask at the same places."""
@@ -286,19 +324,15 @@ class _Run:
             return bool(self.stop)
         return bool(multihost_utils.process_allgather(np.array(bool(self.stop))).any())
 
-    def _evaluator(self) -> Evaluator | None:
-        source = eval_source(self.config)
-        return Evaluator(source, self.program, self.rows) if source else None
-
     def _evaluate(
-        self, evaluator: Evaluator, state: Any, step: int, metrics: MetricsWriter, progress: Progress
+        self, evaluator: Evaluator | LossEvaluator, state: Any, step: int, metrics: MetricsWriter, progress: Progress
     ) -> Evaluation:
         with missing_libraries_as_config_errors(self.backend):
             evaluation = evaluator(state)
         if not any(row["step"] == step and "eval/loss" in row for row in metrics.rows):
             metrics.write(evaluation.row(step))
         progress.say(f"step {step}: {describe_evaluation(evaluation)}")
-        if step == self.config.train.steps and self.run.writable:
+        if isinstance(evaluator, Evaluator) and step == self.config.train.steps and self.run.writable:
             self._show_predictions(evaluator.source, evaluation, progress)
         return evaluation
 
@@ -351,6 +385,8 @@ def describe_evaluation(evaluation: Evaluation) -> str:
     """Accuracy in a line."""
     kinds = ", ".join(f"{kind} {right}/{total}" for kind, (right, total) in sorted(evaluation.by_kind().items()))
     count = len(evaluation.documents)
+    if evaluation.exact_match is None:
+        return f"loss {evaluation.loss:.4f} over {evaluation.target_tokens} held-out target tokens"
     return f"exact match {evaluation.exact_match:.1%} of {count} held-out samples ({kinds}), loss {evaluation.loss:.4f}"
 
 

@@ -43,6 +43,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def exports(self) -> Path:
+        return self.path / "hf"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
