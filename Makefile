@@ -14,7 +14,7 @@ PYTEST := JAX_PLATFORMS=cpu $(RUN) -m pytest -q
 INSTALLED := $(VENV)/.installed
 INSTALLED_GPU_COMPILE := $(VENV)/.installed-gpu-compile
 
-.PHONY: help setup demo test test-fast setup-gpu-compile test-gpu-compile lint docs clean
+.PHONY: help setup demo demo-sft test test-fast setup-gpu-compile test-gpu-compile lint docs clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -30,6 +30,13 @@ $(INSTALLED): pyproject.toml requirements/dev.txt scripts/make_venv.sh
 
 demo: $(INSTALLED)  ## train the demo on 8 simulated devices (WORKDIR=folder, by default runs/demo)
 	$(RUN) -m jaxforge.train --config=configs/demo_vlm.py --workdir=$(WORKDIR)
+
+demo-sft: SFT := runs/demo_sft
+demo-sft: $(INSTALLED)  ## fine-tune a tiny Hugging Face checkpoint on a JSONL file with images, and export it
+	JAX_PLATFORMS=cpu $(RUN) scripts/make_sft_demo.py $(SFT)_data
+	$(RUN) -m jaxforge.train --config=configs/demo_sft.py --workdir=$(SFT)
+	rm -rf $(SFT)_hf
+	JAX_PLATFORMS=cpu $(RUN) -m jaxforge.convert to-hf $(SFT) $(SFT)_hf --verify
 
 test: $(INSTALLED)  ## the test suite, on the CPU
 	$(PYTEST) --durations=15 --ignore=tests/gpu_compile $(ARGS)
