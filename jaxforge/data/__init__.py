@@ -1,13 +1,14 @@
 """Rows of packed documents: the user's files, images, positions, packing, sources and the loader."""
 
+from jaxforge.data.batches import Batch, BatchLayout, batch_sharding
 from jaxforge.data.conversation import SampleError
 from jaxforge.data.digits import DigitsSource, EvalDocument, Sample
 from jaxforge.data.files_source import FilesSource
-from jaxforge.data.loader import Batch, Loader, batch_sharding
+from jaxforge.data.loader import Loader
 from jaxforge.data.packing import IGNORE, Document, pack_row
 from jaxforge.data.patches import Patches, patchify, smart_resize
 from jaxforge.data.positions import mrope_positions
-from jaxforge.data.rows import RowFormat, row_spec
+from jaxforge.data.rows import RowFormat
 from jaxforge.data.sources import RowSource, eval_source, train_source
 from jaxforge.data.synthetic import SyntheticSource
 from jaxforge.data.tokenizer import ByteTokenizer
@@ -15,6 +16,7 @@ from jaxforge.data.tokenizer import ByteTokenizer
 __all__ = [
     "IGNORE",
     "Batch",
+    "BatchLayout",
     "ByteTokenizer",
     "DigitsSource",
     "Document",
@@ -32,7 +34,6 @@ __all__ = [
     "mrope_positions",
     "pack_row",
     "patchify",
-    "row_spec",
     "train_source",
     "smart_resize",
 ]

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.hf_config import read_config_json
 from jaxforge.config.schema import Config
 from jaxforge.data.conversation import Conversation, Media, Message, PlainText, Sample, SampleError
 from jaxforge.data.hf_tokenizer import HFTokenizer, choose_template
@@ -137,7 +138,7 @@ class SampleEncoder:
         """The encoder of a run.
 
         Raises ConfigError where no tokenizer is named or it can't be used, the model's vocabulary is too small for
-        it, or the chat template doesn't fit it.
+        it, the checkpoint gives the vision tokens other ids, or the chat template doesn't fit it.
         """
         folder = config.data.tokenizer or config.checkpoint.init_from_hf
         if folder is None:
@@ -152,6 +153,8 @@ class SampleEncoder:
                 f" data.tokenizer={folder}, {tokenizer.vocab_size} tokens; use model.decoder.vocab_size="
                 f"{tokenizer.vocab_size} or more"
             )
+        if reader is not None and config.checkpoint.init_from_hf is not None:
+            _check_vision_ids(tokenizer, Path(config.checkpoint.init_from_hf) / "config.json")
         template = choose_template(config.data.chat_template, tokenizer, config.data.system)
         return cls(tokenizer, template, reader, RowFormat.from_config(config), config.data.overlong)
 
@@ -274,13 +277,15 @@ class SampleEncoder:
             raise SampleError(
                 "too long",
                 f"{layout.num_patches} image patches; a row holds data.max_patches_per_row="
-                f"{self._row_format.max_patches}",
+                f"{self._row_format.max_patches}; a lower data.max_pixels makes images smaller",
             )
         if num_tokens <= limit:
             return layout
         fault = f"{num_tokens} tokens; a row holds train.seq_length={limit}"
         if not self._truncates:
-            raise SampleError("too long", fault)
+            visual = sum(layout.is_visual)
+            way_out = f"; {visual} are of images, which a lower data.max_pixels makes smaller" if visual else ""
+            raise SampleError("too long", fault + way_out)
         if any(layout.is_visual[limit:]):
             raise SampleError("too long", f"{fault}, and an image is never cut")
         cut = layout.part(0, limit)
@@ -317,6 +322,18 @@ class SampleEncoder:
             elif stretch:
                 ids += self._tokenizer.encode(stretch)
         return ids
+
+
+def _check_vision_ids(tokenizer: HFTokenizer, path: Path) -> None:
+    """The export has this config.json, by whose ids transformers looks for the visual tokens."""
+    values = read_config_json(path.parent) if path.is_file() else {}
+    named = {"image_token_id": PADS["image"], "video_token_id": PADS["video"], "vision_start_token_id": VISION_START}
+    for field, token in named.items():
+        if values.get(field) not in (None, tokenizer.token_id(token)):
+            raise ConfigError(
+                f"data.tokenizer={tokenizer.folder} gives {token} the id {tokenizer.token_id(token)}, and {path} has"
+                f" {field}={values[field]}; use the tokenizer of that checkpoint"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

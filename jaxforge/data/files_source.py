@@ -59,6 +59,7 @@ class FilesSource:
       files: the samples.
       lengths: their documents.
       row_format: the room of a row.
+      fingerprint: changes with the documents: with samples, tokenizer, template and the sizes of media.
 
     Raises:
       ConfigError: for files that can't be read, and where config.data doesn't allow so many samples to be left out.
@@ -74,6 +75,7 @@ class FilesSource:
         paths, field = (self._data.path, "data.path") if split == "train" else (self._data.eval_path, "data.eval_path")
         self.files = SampleFiles(paths, self._data.media_root, field)
         self.lengths = find_lengths(self.files, encoder, self._data, console)
+        self.fingerprint = self.lengths.hash(encoder.settings)
         self._document_costs_N = document_costs(self.lengths.tokens_N, self.lengths.patches_N, config)
         self._entry_sizes = self._documents_of_entries(field)
         self._lock = threading.Lock()
@@ -136,10 +138,25 @@ class FilesSource:
         """How many documents each entry of data.path has."""
         ends = np.searchsorted(self.lengths.samples_N, self.files.entry_ends)
         sizes = np.diff(ends, prepend=0).tolist()
-        for path, size in zip(self.files.paths, sizes, strict=True):
+        starts = [0, *self.files.entry_ends[:-1]]
+        for path, size, start in zip(self.files.paths, sizes, starts, strict=True):
             if not size:
-                raise ConfigError(f"{field}={path}: none of its samples can be used; remove it, or mend them")
+                raise ConfigError(
+                    f"{field}={path}: none of its samples can be used; remove it, or mend them"
+                    f"\n  {self.files.where(start)}: {self._fault(start)}"
+                )
         return sizes
+
+    def _fault(self, sample: int) -> str:
+        """What is wrong with a sample that the lengths pass left out."""
+        try:
+            self._encoder.sizes(to_sample(self.files.raw(sample)), self.files.root(sample))
+        except SampleError as error:
+            return f"{error} ({error.kind})"
+        return f"its media were mended; remove the cached lengths {self._cached_lengths()} and start again"
+
+    def _cached_lengths(self) -> Path:
+        return cache_folder(self._data) / f"lengths-{self.lengths.key[:32]}.npz"
 
     def _locate(self, index: int) -> tuple[_Epoch, int]:
         """The epoch that row `index` is in, and its number there."""
@@ -204,7 +221,7 @@ class FilesSource:
             raise ConfigError(
                 f"{self.files.where(int(self.lengths.samples_N[number]))} was planned with {planned[0]} tokens and"
                 f" {planned[1]} patches, and now has {sizes}: its media were changed; remove the cached lengths"
-                f" {cache_folder(self._data) / f'lengths-{self.lengths.key[:32]}.npz'} and start again"
+                f" {self._cached_lengths()} and start again"
             )
         return documents[part]
 
@@ -224,7 +241,7 @@ class FilesSource:
             self._failed.add(sample)
             self._failures[error.kind] += 1
             if self._failures[error.kind] == 1:
-                skip = Skip(error.kind, self.files.where(sample), str(error))
+                skip = Skip(error.kind, self.files.where(sample), str(error), sample)
                 self._failure_examples.append(skip)
                 _log.warning("%s: %s; skipped, as others of the kind %r will be", skip.where, error, error.kind)
             skipped = Counter(self.lengths.skipped) + self._failures

@@ -35,13 +35,21 @@ class HFTokenizer:
     def __init__(self, folder: str | Path):
         """Raises ConfigError, naming data.tokenizer, where the folder holds no fast tokenizer or a broken one."""
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ConfigError(
+                f"data.tokenizer={folder} is no folder of this machine; download the checkpoint first, and give the"
+                " folder that has tokenizer.json"
+            )
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
                 f"data.tokenizer={folder} has no tokenizer.json; a folder with a slow tokenizer alone gets one by"
                 f" transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
             )
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(path, error) from error
         self._tokenizer, self._literal = _load(text, path), _load(text, path)
         self._literal.encode_special_tokens = True
         config = _read_json(self.folder / "tokenizer_config.json")
@@ -94,8 +102,14 @@ class HFTokenizer:
         for name in ("generation_config.json", "config.json"):
             eos = _read_json(self.folder / name).get("eos_token_id")
             eos = eos[0] if isinstance(eos, list) and eos else eos
-            if isinstance(eos, int):
-                return eos
+            if eos is None:
+                continue
+            if not isinstance(eos, int) or eos < 0 or self._tokenizer.id_to_token(eos) is None:
+                raise ConfigError(
+                    f"data.tokenizer={self.folder}: {name} has eos_token_id={eos}, which tokenizer.json does not know;"
+                    " name the token as eos_token in tokenizer_config.json"
+                )
+            return eos
         return None
 
     def _find_adds_bos(self, config: Mapping[str, Any]) -> bool:
@@ -184,13 +198,17 @@ def _load(text: str, path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more precise
-        raise ConfigError(
-            f"data.tokenizer={path.parent}: tokenizer.json can't be read: {error}; copy it again from the checkpoint"
-        ) from None
+        raise _unreadable(path, error) from None
     # a saved tokenizer may remember how its last user cut and padded texts
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"data.tokenizer={path.parent}: tokenizer.json can't be read: {error}; copy it again from the checkpoint"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -199,9 +217,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.tokenizer: {path} is not valid JSON: {error}; copy it again from the checkpoint"
+            f"data.tokenizer: {path} can't be read as JSON: {error}; copy it again from the checkpoint"
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"data.tokenizer: {path} holds no JSON object; copy it again from the checkpoint")

@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     config = resolve(load_config(flags.config, overrides))
     # the smallest run of this layout, on the machine that it is for: this one needs no such devices
     is_simulated = config.train.simulated_devices is not None
-    validate(config, config.parallel.tensor_model_parallel_size, "cpu" if is_simulated else "gpu")
+    smallest = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    validate(config, smallest, "cpu" if is_simulated else "gpu")
     jax.config.update("jax_platforms", "cpu")
     inspect(config, flags.samples, Path(flags.picture), Console(highlight=False))
     return 0
@@ -163,7 +164,7 @@ def _describe(view: DocumentView) -> str:
 
 def _show_document(heading: str, view: DocumentView, console: Console) -> None:
     """The text with what is learnt in green; in a file, which has no colours, in double brackets."""
-    console.rule(Text(heading), align="left")
+    console.print(Text(f"── {heading}", style="bold"), soft_wrap=not console.is_terminal)
     text = Text()
     for span in view.spans:
         shown = span.text

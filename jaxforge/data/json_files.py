@@ -1,6 +1,7 @@
 """JSON in files: a sample a line, or an array of samples; found once, parsed when asked for."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxforge.data.conversation import SampleError
 _BLOCK_BYTES = 1 << 24
 _NEWLINE, _SPACE = 10, 32
 _BOM = b"\xef\xbb\xbf"
+# Half of a character beyond U+FFFF, as JSON escapes it; UTF-8 can't hold it in any other way.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class JsonSamples:
@@ -47,7 +50,20 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise SampleError("bad json", f"can't be parsed as JSON: {error}") from error
     if not isinstance(value, dict):
         raise SampleError("bad format", f"is a JSON {type(value).__name__}, not an object")
+    if _SURROGATE.search(text):
+        _refuse_half_characters(value)
     return value
+
+
+def _refuse_half_characters(value: dict[str, Any]) -> None:
+    """Python takes them, but no tokenizer, file name or terminal does."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise SampleError(
+            "bad json", f"has {half}, half of a character, as a text cut in two has; mend the text"
+        ) from error
 
 
 def json_lines(path: Path) -> JsonSamples:

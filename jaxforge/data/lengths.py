@@ -33,10 +33,12 @@ from jaxforge.data.sample_files import SampleFiles
 _log = logging.getLogger(__name__)
 
 # Part of each cache file's key: raise it when the same files and settings would give other lengths.
-_VERSION = 1
+_VERSION = 2
 _CHUNK = 64
 _EXAMPLES = 3
 TOO_LONG = "too long"
+# Faults that may be mended without a change of the data files.
+_MEDIA_FAULTS = ("missing media", "corrupt media", "refused media", "aspect ratio")
 _barriers = itertools.count()
 # How long processes wait for the one that measures.
 _PATIENCE_SECONDS = 24 * 3600
@@ -59,11 +61,12 @@ class Encoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
-    """A sample that can't be used: the kind of its fault, its file and line, and what is wrong."""
+    """A sample that can't be used: the kind of its fault, its file and line, what is wrong, and its number."""
 
     kind: str
     where: str
     message: str
+    sample: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,6 +96,13 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.samples_N)
 
+    def hash(self, settings: str) -> str:
+        """A hash of the documents' sizes and of `settings`; unlike `key`, the same for a copy of the files."""
+        digest = hashlib.sha256(settings.encode())
+        for values_N in (self.samples_N, self.parts_N, self.tokens_N, self.patches_N):
+            digest.update(values_N.tobytes())
+        return digest.hexdigest()
+
 
 def cache_folder(data: DataConfig) -> Path:
     """Where lengths and packing plans are kept."""
@@ -113,9 +123,11 @@ def find_lengths(files: SampleFiles, encoder: Encoder, data: DataConfig, console
 
     def find() -> Lengths:
         found = _read(path, key)
-        # what was kept may be refused by a stricter config, and its images may be there by now
+        # what was kept may be refused by a stricter config
         if found is not None and not refusal(found.skipped, found.examples, found.num_samples, data):
-            return found
+            # the others take what the first process found, whatever has been mended meanwhile
+            if jax.process_index() or not _is_mended(found, files, encoder):
+                return found
         found = measure(files, encoder, data, key, console)
         if message := refusal(found.skipped, found.examples, found.num_samples, data):
             raise ConfigError(message)
@@ -123,6 +135,18 @@ def find_lengths(files: SampleFiles, encoder: Encoder, data: DataConfig, console
         return found
 
     return first_process_first(find)
+
+
+def _is_mended(lengths: Lengths, files: SampleFiles, encoder: Encoder) -> bool:
+    """Whether a sample that was left out for an image or video can be used by now; those that are shown are tried."""
+    for skip in lengths.examples:
+        if skip.kind in _MEDIA_FAULTS:
+            try:
+                encoder.sizes(to_sample(files.raw(skip.sample)), files.root(skip.sample))
+            except SampleError:
+                continue
+            return True
+    return False
 
 
 def first_process_first[Result](make: Callable[[], Result]) -> Result:
@@ -214,7 +238,7 @@ def _measure_chunk(
         try:
             sizes = _sizes(encoder, to_sample(files.raw(sample)), files.root(sample), reads_media)
         except SampleError as error:
-            skips.append(Skip(error.kind, files.where(sample), str(error)))
+            skips.append(Skip(error.kind, files.where(sample), str(error), sample))
         else:
             documents.extend((sample, part, tokens, patches) for part, (tokens, patches) in enumerate(sizes))
     return np.array(documents, np.int64).reshape(-1, 4), skips
@@ -293,6 +317,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
             np.savez(file, allow_pickle=False, **arrays)
+        os.chmod(file.name, 0o644)  # temporary files are private, and a cache may be shared
         os.replace(file.name, path)
     except OSError as error:
         _log.warning("%s can't be written (%s): lengths and plans are made again in every run", path, error.strerror)

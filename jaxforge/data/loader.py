@@ -1,6 +1,5 @@
 """Batches on the mesh, prepared ahead by Grain's threads."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import SupportsIndex
@@ -8,37 +7,11 @@ from typing import SupportsIndex
 import grain
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxforge.cluster.mesh import DATA_AXES
-from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 from jaxforge.data.balance import balanced_order
+from jaxforge.data.batches import Batch, BatchLayout
 from jaxforge.data.sources import CostedSource, RowSource
-
-Batch = dict[str, jax.Array]
-
-
-def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """The sharding of every array of a batch [M, B, ...]: rows over data parallel ranks, the rest replicated."""
-    return NamedSharding(mesh, PartitionSpec(None, DATA_AXES))
-
-
-def num_ranks(mesh: jax.sharding.Mesh) -> int:
-    """Data parallel ranks: rank k has rows [k B / ranks, (k + 1) B / ranks) of a microbatch."""
-    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
-
-
-def local_columns(mesh: jax.sharding.Mesh, rows: int) -> list[int]:
-    """Which of the B rows of a microbatch lie on this process's devices, in increasing order.
-
-    Raises ConfigError where `rows` doesn't divide over the data parallel ranks.
-    """
-    ranks = num_ranks(mesh)
-    if rows % ranks:
-        raise ConfigError(f"{rows} rows of a microbatch do not divide over {ranks} data parallel ranks")
-    indices = batch_sharding(mesh).addressable_devices_indices_map((1, rows)).values()
-    return sorted({column for index in indices if index for column in range(rows)[index[1]]})
 
 
 class StepRows:
@@ -91,44 +64,39 @@ class StepRows:
 class Loader(Iterator):
     """Iterates over the steps of a run from `start_step` to train.steps.
 
-    Each step gives (batch, info): the arrays of docs/architecture.md as [M, B, ...] on the mesh, and `wait_seconds`,
-    the time that the step waited for data.  A process builds only the rows that its devices hold.  The rows of a step
-    depend on the step alone, so a resumed run, or one on other devices, reads the same.  Their places in it may depend
-    on the layout (`StepRows`), except with dropout, whose masks follow the place.  An error in a thread is raised by
-    `next`.
+    Each step gives (batch, info): the arrays of docs/architecture.md on the mesh (`BatchLayout`), and `wait_seconds`,
+    the time that the step waited for data, with `encoder_load` where devices divide the images (`LocalBatch`).  A
+    process builds only the rows that its devices hold.  The rows of a step depend on the step alone, so a resumed run,
+    or one on other devices, reads the same.  Their places in it may depend on the layout (`StepRows`), except with
+    dropout, whose masks follow the place.  An error in a thread is raised by `next`.
     """
 
     def __init__(
         self, source: RowSource, config: Config, mesh: jax.sharding.Mesh, num_microbatches: int, start_step: int = 0
     ):
-        rows, rest = divmod(config.train.global_batch_size, num_microbatches)
-        if rest:
-            raise ConfigError(
-                f"train.global_batch_size={config.train.global_batch_size} does not divide into {num_microbatches}"
-                " microbatches; use a multiple"
-            )
-        self._rows = rows
-        self._mesh = mesh
-        self._columns = local_columns(mesh, rows)
+        self._layout = BatchLayout.from_config(config, mesh, num_microbatches)
         step_rows = StepRows(
             source,
-            self._columns,
+            self._layout.columns("tokens"),
             microbatches=num_microbatches,
-            rows=rows,
+            rows=self._layout.rows,
             start_step=start_step,
             steps=config.train.steps,
-            balance_ranks=None if config.model.decoder.hidden_dropout else num_ranks(mesh),
+            balance_ranks=None if config.model.decoder.hidden_dropout else self._layout.ranks,
         )
         options = grain.ReadOptions(num_threads=config.data.num_threads, prefetch_buffer_size=config.data.prefetch)
-        self._steps = iter(grain.MapDataset.source(step_rows).to_iter_dataset(options))
+        local_batches = grain.MapDataset.source(step_rows).map(self._layout.assemble)
+        self._steps = iter(local_batches.to_iter_dataset(options))
         # the first batches are ready by the time the step is compiled
         self._steps.start_prefetch()
 
     def __next__(self) -> tuple[Batch, dict[str, float]]:
         start = time.perf_counter()
         local = next(self._steps)
-        wait_seconds = time.perf_counter() - start
-        return {key: self._place(array) for key, array in local.items()}, {"wait_seconds": wait_seconds}
+        info = {"wait_seconds": time.perf_counter() - start}
+        if local.encoder_load is not None:
+            info["encoder_load"] = local.encoder_load
+        return self._layout.place(local.arrays), info
 
     def close(self) -> None:
         """Stops the threads; rows that they have begun are finished and dropped."""
@@ -139,14 +107,3 @@ class Loader(Iterator):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _place(self, local: np.ndarray) -> jax.Array:
-        """This process's rows [M, local rows, ...] as its part of the global array [M, B, ...]."""
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            wanted = range(self._rows)[index[1]] if index else range(self._rows)
-            start = self._columns.index(wanted[0])  # a device's rows follow each other here too
-            return local[:, start : start + len(wanted)]
-
-        shape = (local.shape[0], self._rows, *local.shape[2:])
-        return jax.make_array_from_callback(shape, batch_sharding(self._mesh), part)

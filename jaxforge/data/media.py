@@ -20,6 +20,7 @@ from jaxforge.data.patches import Patches, patchify, stack_frames
 from jaxforge.data.videos import AnimatedImage, FrameFiles, Video, VideoFile, VideoPlan, plan_video
 
 MAX_DATA_URI = 64 * 2**20  # characters; what is larger belongs into a file
+MAX_PATH = 4096  # characters, of Linux; what is longer is often base64 without its head
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _DATA_URI = re.compile(r"data:(image|video)/[\w.+-]+(;[\w=.+-]+)*;base64,", re.IGNORECASE)
 _FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff")
@@ -174,6 +175,12 @@ class MediaReader:
             )
         if not source or "\0" in source:
             raise SampleError("refused media", "is no path")
+        if len(source) > MAX_PATH:
+            raise SampleError(
+                "refused media",
+                f"has {len(source)} characters, too many for a path; base64 needs data:image/png;base64, or such"
+                " before it",
+            )
         top = (self.media_root or root).resolve()
         path = (top / source).resolve()  # follows symbolic links, so that what it names is what is checked
         if not path.is_relative_to(top):

@@ -2,12 +2,14 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 from jaxforge.data.patches import patch_channels
+
+# The arrays of a row that the encoder alone reads.
+PATCH_KEYS = ("patches", "patch_segments", "patch_windows", "patch_positions", "patch_grids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +75,3 @@ class RowFormat:
             "patch_positions": ((patches, 2), np.int32),
             "patch_grids": ((patches, 2), np.int32),
         }
-
-
-def row_spec(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each array of one row: enough to compile a step without data."""
-    arrays = RowFormat.from_config(config).arrays
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in arrays.items()}

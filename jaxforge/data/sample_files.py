@@ -65,7 +65,11 @@ class SampleFiles:
         self.entry_ends: list[int] = []
         ends = [0]
         for given in self.paths:
-            for path in _files_at(Path(given).expanduser(), f"{field}={given}"):
+            try:
+                paths_here = _files_at(Path(given).expanduser(), f"{field}={given}")
+            except OSError as error:
+                raise ConfigError(f"{field}={given} can't be read: {error}; mend it or leave it out") from error
+            for path in paths_here:
                 part = _open(path, read_row_group)
                 if len(part):
                     self._parts.append(part)
@@ -99,6 +103,11 @@ class SampleFiles:
         """The folder that the media paths of sample `index` start from."""
         return self._media_root or self._part(index)[0].path.parent
 
+    def shared_with(self, other: "SampleFiles") -> list[Path]:
+        """The files that are among another's too."""
+        others = {path.resolve() for path in other.files}
+        return [path for path in self.files if path.resolve() in others]
+
     def changed(self) -> list[Path]:
         """The files whose size or time of change is no longer what it was."""
         return [path for path, stamp in self._stamps.items() if _stamp(path) != stamp]
@@ -111,9 +120,14 @@ class SampleFiles:
 
 
 def _files_at(path: Path, given: str) -> list[Path]:
+    """The data files that a path names.  Raises OSError where it, or a folder in it, can't be looked at."""
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.suffix.lower() in _KINDS and p.is_file())
-        files = sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        files = []
+        for folder, folders, names in path.walk(on_error=_raise):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            inside = (folder / name for name in names if not name.startswith("."))
+            files += [file for file in inside if file.suffix.lower() in _KINDS and file.is_file()]
+        files.sort()
         if not files:
             raise ConfigError(f"{given} is a folder without data files; put {', '.join(_KINDS)} there")
         return files
@@ -122,6 +136,10 @@ def _files_at(path: Path, given: str) -> list[Path]:
     if path.suffix.lower() not in _KINDS:
         raise ConfigError(f"{given} has an unknown extension; known are {', '.join(_KINDS)} and folders of these")
     return [path]
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _open(path: Path, read_row_group: Callable) -> _Samples:

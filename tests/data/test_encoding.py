@@ -339,6 +339,11 @@ def test_a_longer_conversation_is_dropped(make):
     assert fault(make(seq_length=41), long_answer("a")) == ("too long", "42 tokens; a row holds train.seq_length=41")
 
 
+def test_the_way_out_for_a_row_full_of_images_is_named(make):
+    kind, message = fault(make(reader=FakeReader(SHAPES), seq_length=20), long_answer(PICTURE))
+    assert kind == "too long" and message.endswith("; 4 are of images, which a lower data.max_pixels makes smaller")
+
+
 def test_or_its_text_is_cut(make):
     # F39
     encoder = make(seq_length=25, overlong="truncate")
@@ -366,8 +371,9 @@ def test_what_is_left_must_have_something_to_learn(make):
 def test_more_patches_than_a_row_holds_are_dropped(make, overlong):
     encoder = make(reader=FakeReader(SHAPES), max_patches=12, overlong=overlong)
     assert fault(encoder, chat(say("user", PICTURE), say("assistant", "a"))) == (
-        "too long", "16 image patches; a row holds data.max_patches_per_row=12",
-    )  # fmt: skip
+        "too long",
+        "16 image patches; a row holds data.max_patches_per_row=12; a lower data.max_pixels makes images smaller",
+    )
 
 
 def test_a_plain_text_is_split_over_rows(make):
@@ -431,6 +437,16 @@ def test_the_tokenizer_may_be_that_of_the_checkpoint(folders):
 def test_files_need_a_tokenizer():
     with pytest.raises(ConfigError, match="data.tokenizer=None and checkpoint.init_from_hf=None: .*set data.tokenizer"):
         SampleEncoder.from_config(text_config(), None)
+
+
+def test_the_vision_tokens_have_the_ids_that_the_checkpoints_config_gives(folders, tmp_path):
+    config = vision_config("files", data={"tokenizer": str(folders["qwen"])}, decoder={"vocab_size": 300})
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, init_from_hf=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": IMAGE_PAD, "video_token_id": VIDEO_PAD}))
+    SampleEncoder.from_config(config, FakeReader({}))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": IMAGE_PAD, "video_token_id": 151_656}))
+    with pytest.raises(ConfigError, match=rf"gives <\|video_pad\|> the id {VIDEO_PAD}, and .* video_token_id=151656"):
+        SampleEncoder.from_config(config, FakeReader({}))
 
 
 def test_the_models_vocabulary_must_hold_the_tokenizers(folders):

@@ -167,8 +167,23 @@ def test_strict_finds_what_breaks_in_reading_before_the_run(make):
 
 def test_an_entry_without_a_usable_sample_is_refused(make, tmp_path):
     good, bad = write_texts(tmp_path / "g.jsonl", numbered(99)), write_texts(tmp_path / "b.jsonl", ["broken bad json"])
-    with pytest.raises(ConfigError, match=r"data.path=.*b.jsonl: none of its samples can be used"):
+    with pytest.raises(ConfigError, match=r"data.path=.*b.jsonl: none of its samples can be used") as error:
         make(path=(good, bad))
+    assert str(error.value).endswith("b.jsonl:1: the text says 'broken bad json' (bad json)")
+
+
+def test_the_fingerprint_follows_the_documents_and_not_the_file_that_holds_them(make, tmp_path):
+    source = make(numbered(50))
+    copy = write_texts(tmp_path / "copy.jsonl", numbered(50))
+    assert make(path=(copy,)).fingerprint == source.fingerprint
+    others = [make(numbered(51)), make(numbered(50), encoder=WordEncoder(settings="another template"))]
+    assert source.fingerprint not in {other.fingerprint for other in others}
+
+
+def test_where_every_sample_is_too_long_the_message_says_so(make):
+    # these count as left out, not as broken: nothing else would say why
+    with pytest.raises(ConfigError, match=r"a.jsonl:1: the text says 'broken too long' \(too long\)$"):
+        make(["broken too long"] * 3)
 
 
 @pytest.mark.parametrize(

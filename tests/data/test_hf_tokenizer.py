@@ -1,6 +1,7 @@
 """Tokenizers of Hugging Face folders, and which chat template goes with them."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -84,6 +85,15 @@ def test_the_model_says_what_ends_a_text_where_the_tokenizer_does_not(tmp_path, 
     assert HFTokenizer(folder).eos == IM_END
 
 
+@pytest.mark.parametrize("eos", [266, -1, 151_645, "<|im_end|>"])
+def test_an_end_that_the_tokenizer_does_not_know_is_refused(tmp_path, eos):
+    # it would be learnt as a token, and lie outside the embedding
+    folder = plain(tmp_path, QWEN)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=f"config.json has eos_token_id={re.escape(str(eos))}, which tokenizer.json"):
+        HFTokenizer(folder)
+
+
 def test_a_tokenizer_without_ends_has_none(tmp_path):
     tokenizer = HFTokenizer(plain(tmp_path))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (None, None, False)
@@ -122,11 +132,17 @@ def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path):
         HFTokenizer(tmp_path)
 
 
+def test_a_name_on_a_hub_is_no_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.tokenizer=Qwen/Qwen3-8B is no folder of this machine; download"):
+        HFTokenizer("Qwen/Qwen3-8B")
+
+
 @pytest.mark.parametrize(
     "name,content,message",
     [
         ("tokenizer.json", "{}", "tokenizer.json can't be read"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer.json", b"\xff\xfe{}", "tokenizer.json can't be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json can't be read as JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object"),
         ("tokenizer_config.json", '{"eos_token": "<end>"}', "eos_token is '<end>', which tokenizer.json does not know"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}',
@@ -137,7 +153,7 @@ def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path):
 )  # fmt: skip
 def test_a_broken_folder_is_refused(tmp_path, name, content, message):
     folder = qwen_folder(tmp_path)
-    (folder / name).write_text(content)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as caught:
         HFTokenizer(folder)
     assert str(caught.value).startswith("data.tokenizer") and message in str(caught.value)

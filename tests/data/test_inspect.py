@@ -1,6 +1,7 @@
 """What a person is shown of the data."""
 
 import io
+import re
 
 import pytest
 from data_configs import text_config, vision_config
@@ -14,8 +15,8 @@ from jaxforge.data.inspect_picture import _COLUMNS, _lines
 from jaxforge.data.row_view import Span
 
 
-def inspected(config, tmp_path, num_documents=2):
-    console = Console(file=io.StringIO(), width=200)
+def inspected(config, tmp_path, num_documents=2, width=200):
+    console = Console(file=io.StringIO(), width=width)
     inspect(config, num_documents, tmp_path / "pictures" / "a.png", console)
     with Image.open(tmp_path / "pictures" / "a.png") as picture:
         assert picture.width > 1000 and picture.getcolors(1 << 24) and len(picture.getcolors(1 << 24)) > 10
@@ -34,6 +35,16 @@ def test_files_are_summed_up_and_their_first_documents_shown(tmp_path):
     assert f"skipped, missing media: {path}:30: image gone.jpg" in shown
     assert shown.count("<|im_start|>assistant\n⟦A picture of noise. ") == 2
     assert shown.count("<|vision_start|>[image 1: 80x") == 2 and shown.count("<|im_end|>⟧") == 2
+
+
+def test_headings_are_whole_in_a_narrow_file(tmp_path):
+    shown = inspected(conversation_config(tmp_path, write_conversations(tmp_path, 60)), tmp_path, width=40)
+    headings = [line for line in shown.splitlines() if line.startswith("── ")]
+    assert len(headings) == 2
+    for heading in headings:
+        assert re.search(
+            r"train\.jsonl:\d+, row 0: \d+ tokens, \d+ learnt, 1 image, positions to \d+, \d+, \d+$", heading
+        )
 
 
 @pytest.mark.parametrize(

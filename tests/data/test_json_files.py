@@ -69,6 +69,16 @@ def test_a_broken_line_is_an_error_of_that_sample_alone(tmp_path, line, kind):
     assert error.value.kind == kind
 
 
+def test_half_a_character_is_an_error_of_that_sample_alone(tmp_path):
+    # U+1F600 in JSON's escapes, and its first half, as cutting a text leaves it: no tokenizer and no terminal takes it
+    path = write(tmp_path, '{"text": "\\ud83d\\ude00"}\n{"text": "cut", "tags": ["\\uD83D"]}\n{"text": "\\\\ud83d"}\n')
+    samples = json_lines(path)
+    assert [samples.raw(i)["text"] for i in (0, 2)] == ["\U0001f600", "\\ud83d"]
+    with pytest.raises(SampleError, match=r"has \\ud83d, half of a character") as error:
+        samples.raw(1)
+    assert error.value.kind == "bad json"
+
+
 def test_elements_of_an_array_lie_at_the_line_where_they_begin(tmp_path):
     path = write(tmp_path, '[\n  {"text": "é", "n": [1,\n 2]},\n\n {"text": "two"}, {"text":"three"}\n]\n', "a.json")
     assert texts(json_array(path)) == [(2, "é"), (5, "two"), (5, "three")]

@@ -134,6 +134,12 @@ def test_lengths_are_measured_once_and_then_read(tmp_path, settings):
     assert (again.skipped, again.examples, again.key) == (first.skipped, first.examples, first.key)
 
 
+def test_a_cache_can_be_read_by_the_other_users_of_its_folder(tmp_path, settings):
+    find_lengths(files(tmp_path, ["1"]), WordEncoder(), settings())
+    (path,) = (tmp_path / "cache").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_other_files_or_settings_are_measured_anew(tmp_path, settings):
     source, encoder = files(tmp_path, ["1 1"]), WordEncoder()
     find_lengths(source, encoder, settings())
@@ -168,6 +174,18 @@ def test_what_was_refused_is_looked_at_again(tmp_path, settings):
     mended = WordEncoder()
     mended._parts = lambda text, reading: [([1], False)]
     assert find_lengths(source, mended, settings()).skipped == {}
+
+
+def test_an_image_that_was_missing_is_used_once_it_is_there(tmp_path, settings):
+    source, data = files(tmp_path, ["1", "broken missing media"]), settings(max_skipped_fraction=0.5)
+    assert find_lengths(source, WordEncoder(), data).skipped == {"missing media": 1}
+    still_missing = WordEncoder()
+    assert find_lengths(source, still_missing, data).skipped == {"missing media": 1}
+    assert still_missing.measured == ["broken missing media"]  # looked at, without a pass over all
+    mended = WordEncoder()
+    mended._parts = lambda text, reading: [([1], False)]
+    assert find_lengths(source, mended, data).skipped == {}
+    assert len(find_lengths(source, WordEncoder(), data)) == 2  # and is in the cache
 
 
 def test_a_cache_that_cannot_be_written_is_left_out(tmp_path, caplog):

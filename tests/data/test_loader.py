@@ -13,7 +13,7 @@ from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import DecoderConfig, ModelConfig
 from jaxforge.data.balance import balanced_order
-from jaxforge.data.loader import Loader, StepRows, local_columns
+from jaxforge.data.loader import Loader, StepRows
 
 
 class NumberedRows:
@@ -133,10 +133,6 @@ def test_the_rows_of_two_processes_are_those_of_one():
     np.testing.assert_array_equal(np.concatenate([step([0, 1], 2), step([2, 3], 2)], axis=1), whole)
     # processes whose devices alternate hold every other row
     np.testing.assert_array_equal(step([1, 3], 2), whole[:, [1, 3]])
-
-
-def test_a_process_with_all_devices_holds_all_rows(mesh):
-    assert local_columns(mesh, 8) == list(range(8))
 
 
 def test_the_wait_is_the_time_without_data(mesh):

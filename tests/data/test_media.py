@@ -207,6 +207,16 @@ def test_a_data_uri_has_a_largest_size(tmp_path, monkeypatch):
 # ---- what is wrong with them
 
 
+def test_base64_without_its_head_is_named_as_that_and_not_printed(tmp_path):
+    bare = base64.b64encode(bytes(range(256)) * 100).decode()
+    fails(
+        "refused media",
+        r"^image .{60}\.\.\.: has 34136 characters.*data:image/png;base64, .{1,20}$",
+        image_of(bare),
+        tmp_path,
+    )
+
+
 def test_a_missing_file_is_missing(tmp_path):
     fails("missing media", "image cats/a.png: is not in .*copy it there", image_of("cats/a.png"), tmp_path)
     (tmp_path / "dangling.png").symlink_to(tmp_path / "nowhere.png")

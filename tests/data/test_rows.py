@@ -4,7 +4,7 @@ import pytest
 from data_configs import text_config, vision_config
 
 from jaxforge.config.errors import ConfigError
-from jaxforge.data import eval_source, row_spec, train_source
+from jaxforge.data import RowFormat, eval_source, train_source
 from jaxforge.data.digits import DigitsSource
 from jaxforge.data.synthetic import SyntheticSource
 
@@ -24,15 +24,13 @@ TWO_FRAMES = {"in_channels": 3, "temporal_patch_size": 2}
 )
 def test_rows_of_every_source_are_what_the_step_is_compiled_for(config):
     row = train_source(config).row(2)
-    assert {key: (array.shape, array.dtype) for key, array in row.items()} == {
-        key: (spec.shape, spec.dtype) for key, spec in row_spec(config).items()
-    }
+    assert {key: (array.shape, array.dtype) for key, array in row.items()} == RowFormat.from_config(config).arrays
 
 
 def test_a_row_has_the_documented_shapes():
     # 3 channels, 2 frames, patches of 8 x 8: 384 numbers
-    shapes = {key: spec.shape for key, spec in row_spec(vision_config("digits", encoder=TWO_FRAMES)).items()}
-    assert shapes == {
+    arrays = RowFormat.from_config(vision_config("digits", encoder=TWO_FRAMES)).arrays
+    assert {key: shape for key, (shape, _) in arrays.items()} == {
         "tokens": (128,),
         "targets": (128,),
         "segment_ids": (128,),
@@ -49,7 +47,7 @@ def test_a_row_has_the_documented_shapes():
 @pytest.mark.parametrize("patches, way_out", [(None, "use 4"), (0, "use 4"), (-4, "use 4"), (30, "use 28")])
 def test_patches_must_make_whole_squares(patches, way_out):
     with pytest.raises(ConfigError, match=rf"data.max_patches_per_row={patches} .*{way_out}"):
-        row_spec(vision_config("synthetic", data={"max_patches_per_row": patches}))
+        RowFormat.from_config(vision_config("synthetic", data={"max_patches_per_row": patches}))
 
 
 def test_the_config_chooses_the_source():

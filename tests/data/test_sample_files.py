@@ -113,6 +113,16 @@ def test_the_fingerprint_follows_names_order_size_and_time(tmp_path):
     assert both.changed() == [b]
 
 
+def test_files_that_two_paths_share_are_found_whatever_they_are_called(tmp_path):
+    train, held_out = write_lines(tmp_path / "train.jsonl", ["a"]), write_lines(tmp_path / "eval.jsonl", ["b"])
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.jsonl"
+    link.symlink_to(held_out)
+    folder = SampleFiles([str(tmp_path)])
+    assert SampleFiles([str(link)]).shared_with(folder) == [link]
+    assert SampleFiles([str(held_out)]).shared_with(SampleFiles([str(train)])) == []
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
@@ -131,6 +141,26 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, message
     with pytest.raises(ConfigError) as error:
         SampleFiles([str(path)])
     assert message.format(path=path) in str(error.value)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_refused_and_not_passed_over(tmp_path, monkeypatch):
+    write_lines(tmp_path / "a.jsonl", ["a"])
+    write_lines(tmp_path / "closed" / "b.jsonl", ["b"])
+    scandir = os.scandir
+
+    def closed(path):  # permissions don't stop root
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ConfigError, match=r"data.path=.* can't be read: .*Permission denied: '.*closed'; mend it"):
+        SampleFiles([str(tmp_path)])
+
+
+def test_a_path_that_the_file_system_refuses_is_a_config_error():
+    with pytest.raises(ConfigError, match="can't be read|does not exist"):
+        SampleFiles(["x" * 300 + ".jsonl"])
 
 
 def test_a_folder_without_data_and_a_missing_media_root_are_refused(tmp_path):

@@ -6,6 +6,10 @@ import pytest
 from commands import RECIPES, rows, run
 from sft_files import BROKEN, write_conversations
 from small_tokenizer import qwen_folder
+from word_encoder import write_texts
+
+import jaxforge
+from jaxforge.config import load_config
 
 RECIPE = RECIPES / "tiny_conversations.py"
 
@@ -35,6 +39,22 @@ def test_a_file_with_broken_lines_trains_to_its_end_and_the_counts_are_reported(
     assert found[-1]["data/skipped_samples"] == 4 * len(BROKEN) == 20
     assert sum(row["images"] for row in found) > 1980
     assert found[-1]["loss"] < found[0]["loss"]
+
+
+def test_a_resumed_run_says_that_its_files_changed_and_that_it_is_evaluated_on_them(tmp_path, capsys):
+    def output_of_run(texts, steps):
+        path = write_texts(tmp_path / "a.jsonl", texts)
+        overrides = (f"data.path={path}", f"data.eval_path={path}", f"data.tokenizer={qwen_folder(tmp_path / 'qwen')}",
+                     f"data.cache_dir={tmp_path}", "model.decoder.vocab_size=300", f"train.steps={steps}",
+                     "optimizer.lr_warmup_iters=0")  # fmt: skip
+        jaxforge.train(load_config(RECIPES / "tiny_text.py", overrides), tmp_path / "run")
+        return capsys.readouterr().out
+
+    texts = [f"the text of number {number}" for number in range(30)]
+    assert f"data.eval_path has {tmp_path / 'a.jsonl'}, which data.path has too" in output_of_run(texts, 1)
+    output = output_of_run(texts, 2)
+    assert "resuming from step 1" in output and "the documents that data.path gives" not in output
+    assert "changed since: the documents that data.path gives" in output_of_run(texts[1:], 3)
 
 
 def test_strict_stops_at_the_first_broken_line(folder, tmp_path):

@@ -14,7 +14,7 @@ from sft_files import BROKEN, conversation_config, write_conversations
 from small_tokenizer import IM_END, IM_START
 
 from jaxforge.config.errors import ConfigError
-from jaxforge.data import eval_source, row_spec, train_source
+from jaxforge.data import RowFormat, eval_source, train_source
 from jaxforge.data.files_source import FilesSource
 from jaxforge.data.packing import IGNORE
 
@@ -23,9 +23,8 @@ def test_rows_of_files_are_what_the_step_is_compiled_for(tmp_path):
     config = conversation_config(tmp_path, write_conversations(tmp_path, 30))
     source = train_source(config)
     assert isinstance(source, FilesSource)
-    assert {key: (array.shape, array.dtype) for key, array in source.row(1).items()} == {
-        key: (spec.shape, spec.dtype) for key, spec in row_spec(config).items()
-    }
+    arrays = {key: (array.shape, array.dtype) for key, array in source.row(1).items()}
+    assert arrays == RowFormat.from_config(config).arrays
 
 
 def as_json_array(samples, folder):
