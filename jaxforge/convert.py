@@ -85,6 +85,7 @@ def convert_to_hf(flags: argparse.Namespace) -> int:
 
     path = Path(flags.src)
     source = Path(flags.hf) if flags.hf else None
+    tokenizer: str | None = None
     arrays: ArrayReader
     if WeightsFolder.is_one(path):
         folder = WeightsFolder.open(path)
@@ -93,9 +94,10 @@ def convert_to_hf(flags: argparse.Namespace) -> int:
     else:
         saved = RunCheckpoint.open(*run_and_step(path, "SRC"))
         model, arrays = saved.config.model, trained_weights(saved)
+        tokenizer = None if source else saved.config.data.tokenizer
         source = source or source_of(saved.config.checkpoint)
         print(f"step {saved.step} of {path}")
-    export(flags.dst, arrays, model, source=source, dtype=flags.dtype)
+    export(flags.dst, arrays, model, source=source, tokenizer=tokenizer, dtype=flags.dtype)
     print(f"{count(model)} parameters in {flags.dtype}: {flags.dst}")
     if flags.verify:
         from jaxforge.training.verification import compare_export

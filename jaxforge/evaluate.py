@@ -1,11 +1,15 @@
 """Evaluates a run's newest checkpoint: python -m jaxforge.evaluate --config=configs/demo_vlm.py --workdir=DIR"""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from jaxforge.config import ConfigError, command_line, load_config, resolve
+
+# Groups of fields in which another value than that of the run may give another loss.
+_SHAPES_THE_LOSS = ("model", "lora", "data")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,9 +24,10 @@ def main(argv: Sequence[str]) -> int:
     from jaxforge.checkpoint.manager import CheckpointManager
     from jaxforge.cluster import MeshLayout, build_mesh
     from jaxforge.config.derived import num_microbatches
-    from jaxforge.data import eval_source
+    from jaxforge.data import BatchLayout, eval_source
+    from jaxforge.training.describe import describe_evaluation, differences
     from jaxforge.training.evaluation import make_evaluator
-    from jaxforge.training.loop import describe_evaluation, open_rundir, start
+    from jaxforge.training.loop import open_rundir, start
     from jaxforge.training.program import build_program
     from jaxforge.training.state import restored_state
 
@@ -41,12 +46,15 @@ def main(argv: Sequence[str]) -> int:
         checkpoints.close()
     if restored is None:
         raise ConfigError(f"--workdir={workdir} holds no checkpoint yet; wait for the run to save one")
-    step, state, _ = restored
-    rows = config.train.global_batch_size // num_microbatches(config, jax.device_count())
-    evaluator = make_evaluator(source, program, rows)
+    step, state, metadata = restored
+    layout = BatchLayout.from_config(config, program.mesh, num_microbatches(config, jax.device_count()))
+    evaluator = make_evaluator(source, program, layout)
     assert evaluator is not None  # there is a source
     evaluation = evaluator(state)
     if jax.process_index() == 0:
+        for line in differences(metadata["config"], dataclasses.asdict(config)):
+            if line.partition(".")[0] in _SHAPES_THE_LOSS:
+                print(f"changed since: {line}")
         print(f"step {step}: {describe_evaluation(evaluation)}")
     return 0
 

@@ -1,9 +1,10 @@
 """Compiles a run for a cluster that isn't here, and shows what it needs.
 
     python -m jaxforge.plan --config=configs/qwen2_5_vl_7b_pretrain.py --topology=h100:1x8 [--json=FILE]
+        [--picture=FILE.png]
 
-Memory per GPU against its capacity, the collectives, and the model's FLOPs, of the train step that `jaxforge.train`
-would run.  Exit code 0 whether it fits or not, 2 on a config error.
+Memory per GPU against its capacity, the pipeline's schedule, the collectives, and the model's FLOPs, of the train step
+that `jaxforge.train` would run.  Exit code 0 whether it fits or not, 2 on a config error.
 """
 
 import json
@@ -19,7 +20,7 @@ from rich.table import Table
 from jaxforge.config import ConfigError, command_line, load_config
 
 if TYPE_CHECKING:
-    from jaxforge.training.planning import PlanReport
+    from jaxforge.training.planning import Pipeline, PlanReport
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,22 +29,26 @@ def main(argv: Sequence[str]) -> int:
         "--topology", required=True, metavar="GPU:HOSTSxGPUS", help="such as h100:2x8; also h200, b200, a100"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--picture", metavar="FILE.png", help="also draw the schedule of the pipeline")
     flags, overrides = command_line.parse(parser, argv)
     config = load_config(flags.config, overrides)
-    if flags.json:  # before minutes of compiling
-        try:
-            Path(flags.json).open("a").close()
-        except OSError as error:
-            raise ConfigError(
-                f"--json={flags.json} can't be written ({error.strerror}); name a file in a folder that can"
-            ) from error
+    for name in ("json", "picture"):  # before minutes of compiling
+        if path := getattr(flags, name):
+            check_writable(path, f"--{name}")
+    if flags.picture and Path(flags.picture).suffix != ".png":
+        raise ConfigError(f"--picture={flags.picture} isn't a PNG file; name it {Path(flags.picture).stem}.png")
 
     # Without CUDA's libraries JAX can't start the plugin as a backend; as a compiler it needs none of them.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxforge.training.planning import plan
 
     console = Console(highlight=False, soft_wrap=True)
-    report = plan(config, flags.topology, say=lambda line: console.print(line, markup=False))
+    report = plan(
+        config,
+        flags.topology,
+        say=lambda line: console.print(line, markup=False),
+        picture=Path(flags.picture) if flags.picture else None,
+    )
     show(report, console)
     if flags.json:
         Path(flags.json).write_text(json.dumps(report.to_json(), indent=2) + "\n")
@@ -51,11 +56,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def check_writable(path: str, flag: str) -> None:
+    """ConfigError where the file can't be written; leaves none behind that wasn't there."""
+    was_there = Path(path).exists()
+    try:
+        Path(path).open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}={path} can't be written ({error.strerror}); name a file in a folder that can"
+        ) from error
+    if not was_there:
+        Path(path).unlink()
+
+
 def show(report: "PlanReport", console: Console) -> None:
     """Prints the report as tables."""
     console.print(f"compiled in {report.compile_seconds:.0f} s")
     console.print(memory_table(report))
     console.print(verdict(report), markup=False)
+    if len(report.pipeline.layers_by_rank) > 1:
+        console.print(pipeline_line(report.pipeline), markup=False)
     console.print(collectives_table(report))
     from jaxforge.cluster import parse_topology
 
@@ -113,6 +133,16 @@ def verdict(report: "PlanReport") -> str:
             f" XLA_PYTHON_CLIENT_MEM_FRACTION={1 - report.reserve_bytes / device.capacity:.2f}"
         )
     return text
+
+
+def pipeline_line(pipeline: "Pipeline") -> str:
+    """How full the ranks are, and what the schedule costs; what each rank holds is said before compiling."""
+    from jaxforge.parallel.pipeline.summary import describe_schedule
+
+    counts = sorted({len(layers) for layers in pipeline.layers_by_rank})
+    layers = " to ".join(str(count) for count in (counts[:1] + counts[1:][-1:]))
+    schedule = describe_schedule(pipeline.ticks, pipeline.bubble_fraction, pipeline.max_chunks_in_flight)
+    return f"pipeline of {len(pipeline.layers_by_rank)} ranks with {layers} decoder layers each; {schedule}"
 
 
 def collectives_table(report: "PlanReport") -> Table:

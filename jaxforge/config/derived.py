@@ -3,6 +3,8 @@
 All of them assume a config that `validate` accepts.
 """
 
+import math
+
 from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig, ModelConfig
 
 
@@ -13,16 +15,38 @@ def padded_vocab_size(decoder: DecoderConfig) -> int:
 
 
 def encoder_tensor_parallel_size(config: Config) -> int:
-    """Devices that share each encoder layer and the projector; the decoder's where unset or without an encoder."""
+    """Devices that share each encoder layer and the projector.
+
+    Where unset, 1 in the hetero DP modes, whose devices encode different images, and else the decoder's.
+    """
     encoder = config.model.encoder
     if encoder is None or encoder.tensor_model_parallel_size is None:
-        return config.parallel.tensor_model_parallel_size
+        return 1 if encoder_devices(config) > 1 else config.parallel.tensor_model_parallel_size
     return encoder.tensor_model_parallel_size
+
+
+def encoder_group(config: Config) -> tuple[int, int]:
+    """The stages and tensor ranks of a model-parallel group whose devices encode different images; (1, 1) for none."""
+    parallel = config.parallel
+    if parallel.enable_full_hetero_dp:
+        return parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    return 1, parallel.tensor_model_parallel_size if parallel.enable_encoder_hetero_dp else 1
+
+
+def encoder_devices(config: Config) -> int:
+    """Devices among which a data parallel rank divides its images; 1 outside of the hetero DP modes."""
+    return math.prod(encoder_group(config))
 
 
 def data_parallel_size(config: Config, num_devices: int) -> int:
     """What remains of the devices beside model parallelism."""
-    return num_devices // config.parallel.tensor_model_parallel_size
+    return num_devices // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
+
+
+def pipeline_layers_are_uneven(config: Config) -> bool:
+    """Whether the first or the last stage has a number of layers of its own."""
+    parallel = config.parallel
+    return (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) != (None, None)
 
 
 def num_microbatches(config: Config, num_devices: int) -> int:

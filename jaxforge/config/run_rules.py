@@ -8,14 +8,23 @@ from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config, OptimizerConfig
 
 
-def devices_form_tensor_groups(config: Config, num_devices: int) -> Iterator[str]:
-    """The devices are a whole number of tensor groups."""
-    tensor = config.parallel.tensor_model_parallel_size
+def devices_form_model_parallel_groups(config: Config, num_devices: int) -> Iterator[str]:
+    """The devices are a whole number of groups that hold the decoder once: tensor x pipeline."""
+    parallel = config.parallel
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    rest = num_devices % (tensor * stages)
+    if not rest:
+        return
+    message = f"{num_devices} devices don't divide into groups of parallel.tensor_model_parallel_size={tensor}"
+    more = f"or {num_devices - rest + tensor * stages} devices"
+    if stages == 1:
+        yield f"{message}; use {one_of(divisors(num_devices))}, {more}"
+        return
+    message += f" x parallel.pipeline_model_parallel_size={stages}"
     if num_devices % tensor:
-        yield (
-            f"{num_devices} devices don't divide into groups of parallel.tensor_model_parallel_size={tensor};"
-            f" use {one_of(divisors(num_devices))}, or {-(-num_devices // tensor) * tensor} devices"
-        )
+        yield f"{message}; use sizes whose product is {one_of(divisors(num_devices))}, {more}"
+    else:
+        yield f"{message}; use a pipeline of {one_of(divisors(num_devices // tensor))}, {more}"
 
 
 def global_batch_divides_into_microbatches(config: Config, num_devices: int) -> Iterator[str]:
@@ -48,13 +57,17 @@ def sequence_parallel_has_something_to_share(config: Config) -> Iterator[str]:
 
 
 def recompute_is_whole(config: Config) -> Iterator[str]:
-    """Megatron's rules: full needs a method and a number of layers, and both need full."""
-    yield from _recompute(config.memory, "memory", config.model.decoder.num_layers, "model.decoder")
-    if config.model.encoder is not None:
-        yield from _recompute(config.model.encoder, "model.encoder", config.model.encoder.num_layers, "model.encoder")
+    """Megatron's rules: full needs a method and a number of layers, and both need full.
+
+    Groups of uniform never span stages of a pipeline; there the last group of a stage may be smaller.
+    """
+    encoder, has_stages = config.model.encoder, config.parallel.pipeline_model_parallel_size > 1
+    yield from _recompute(config.memory, "memory", config.model.decoder.num_layers, "model.decoder", has_stages)
+    if encoder is not None:
+        yield from _recompute(encoder, "model.encoder", encoder.num_layers, "model.encoder")
 
 
-def _recompute(group: Any, path: str, layers: int, model: str) -> Iterator[str]:
+def _recompute(group: Any, path: str, layers: int, model: str, has_stages: bool = False) -> Iterator[str]:
     method, number = group.recompute_method, group.recompute_num_layers
     if group.recompute_granularity is None:
         for name in ("recompute_method", "recompute_num_layers"):
@@ -68,12 +81,12 @@ def _recompute(group: Any, path: str, layers: int, model: str) -> Iterator[str]:
         yield f"{path}.recompute_granularity=full needs {path}.recompute_method; use uniform or block"
     if number is None:
         yield f"{path}.recompute_granularity=full needs {path}.recompute_num_layers; 1 saves the most memory"
-    elif method == "uniform" and layers % number:
+    elif method == "uniform" and layers % number and not has_stages:
         yield (
             f"{path}.recompute_num_layers={number} does not divide {model}.num_layers={layers}, which"
             f" {path}.recompute_method=uniform needs; use {one_of(divisors(layers))}"
         )
-    elif method == "block" and number > layers:
+    elif number > layers:
         yield f"{path}.recompute_num_layers={number} is more than {model}.num_layers={layers}; use at most {layers}"
 
 
@@ -148,5 +161,5 @@ RUN_RULES = (
     learning_rate_schedule_is_consistent,
     optimizer_numbers_are_possible,
 )
-DEVICE_RULES = (devices_form_tensor_groups, global_batch_divides_into_microbatches)
+DEVICE_RULES = (devices_form_model_parallel_groups, global_batch_divides_into_microbatches)
 PLATFORM_RULES = (platform_can_run_it,)

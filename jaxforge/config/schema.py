@@ -28,18 +28,31 @@ class ParallelConfig:
         False, "shard the residual stream and norms over the tensor group by sequence", flag="--sequence-parallel"
     )
     pipeline_model_parallel_size: int = field(
-        1, "pipeline stages", flag="--pipeline-model-parallel-size", planned="pipeline parallelism"
+        1, "ranks that the decoder's layers are divided over", unit="ranks", flag="--pipeline-model-parallel-size"
     )
     num_layers_per_virtual_pipeline_stage: int | None = field(
-        None, "layers in a virtual stage", flag="--num-layers-per-virtual-pipeline-stage",
-        planned="pipeline parallelism",
+        None, "layers of a virtual stage (interleaved 1F1B); None gives each rank one stage", unit="layers",
+        flag="--num-layers-per-virtual-pipeline-stage",
+    )
+    virtual_pipeline_model_parallel_size: int | None = field(
+        None, "virtual stages in each rank, with the layout balanced", unit="stages",
+        flag="--num-virtual-stages-per-pipeline-rank",
+    )
+    decoder_first_pipeline_num_layers: int | None = field(
+        None, "layers of the first stage; the stages without a number of their own share the rest", unit="layers",
+        flag="--decoder-first-pipeline-num-layers",
+    )
+    decoder_last_pipeline_num_layers: int | None = field(
+        None, "layers of the last stage", unit="layers", flag="--decoder-last-pipeline-num-layers"
     )
     pipeline_model_parallel_layout: str | None = field(
-        None, "layers of each stage, as a string", flag="--pipeline-model-parallel-layout",
-        planned="pipeline parallelism",
+        None,
+        "what each stage holds, as Ett|tt|ttL (E embedding, t layer, L loss, | ends a stage, *n repeats), or balanced:"
+        " by FLOPs, head and loss counted", flag="--pipeline-model-parallel-layout",
     )
     vocabulary_parallel_over_pipeline: bool = field(
-        False, "shard embedding and loss over stages too", planned="pipeline parallelism"
+        False, "shard embedding and head over the stages too, which then share their work, so that no stage carries"
+        " them alone"
     )
     context_parallel_size: int = field(
         1, "devices that share each sequence", flag="--context-parallel-size", planned="context parallelism"
@@ -59,11 +72,9 @@ class ParallelConfig:
     )
     enable_encoder_hetero_dp: bool = field(
         False, "the decoder's tensor group encodes different microbatches", flag="--enable-encoder-hetero-dp",
-        planned="encoder hetero DP",
     )
     enable_full_hetero_dp: bool = field(
         False, "the whole model-parallel group encodes different microbatches", flag="--enable-full-hetero-dp",
-        planned="full hetero DP",
     )
     overlap_grad_reduce: bool = field(
         False, "overlap gradient reduction with the backward pass", flag="--overlap-grad-reduce",
@@ -96,8 +107,9 @@ class MemoryConfig:
         flag="--recompute-method",
     )
     recompute_num_layers: int | None = field(
-        None, "layers in a group (uniform) or layers recomputed (block)", unit="layers",
-        flag="--recompute-num-layers",
+        None,
+        "layers in a group (uniform) or layers recomputed (block); with a pipeline, of each stage, whose last group may"
+        " be smaller", unit="layers", flag="--recompute-num-layers",
     )
     recompute_modules: tuple[str, ...] = field(
         (), "modules recomputed by the selective granularity", flag="--recompute-modules",

@@ -10,9 +10,11 @@ from typing import Any
 
 from jaxforge.config.checkpoint_rules import CHECKPOINT_RULES
 from jaxforge.config.data_rules import DATA_RULES
+from jaxforge.config.encoder_rules import ENCODER_RULES
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import LORA_RULES
 from jaxforge.config.model_rules import MODEL_RULES
+from jaxforge.config.pipeline_rules import PIPELINE_RULES
 from jaxforge.config.run_rules import DEVICE_RULES, PLATFORM_RULES, RUN_RULES
 from jaxforge.config.schema import Config
 
@@ -27,7 +29,10 @@ _AT_LEAST_ONE = {
         "tensor_model_parallel_size", "recompute_num_layers",
     ),
     "model.projector": ("ffn_hidden_size",),
-    "parallel": ("tensor_model_parallel_size",),
+    "parallel": (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+        "virtual_pipeline_model_parallel_size",
+    ),
     "memory": ("recompute_num_layers",),
     "optimizer": ("lr_decay_iters", "lr_wsd_decay_iters"),
     "data": (
@@ -40,6 +45,7 @@ _AT_LEAST_ONE = {
     "checkpoint": ("keep",),
 }  # fmt: skip
 _AT_LEAST_ZERO = {
+    "parallel": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "optimizer": ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "loss": ("z_loss_coefficient",),
     "train": ("seed", "eval_every_steps", "max_skipped_steps"),
@@ -80,7 +86,9 @@ def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:
 def _all_messages(config: Config, num_devices: int, platform: str) -> Iterator[Iterator[str]]:
     yield unbuilt_features_are_refused(config)
     yield numbers_are_in_range(config)
-    yield from (rule(config) for rule in (*MODEL_RULES, *LORA_RULES, *CHECKPOINT_RULES, *RUN_RULES, *DATA_RULES))
+    model_rules = (*MODEL_RULES, *PIPELINE_RULES, *ENCODER_RULES, *LORA_RULES)
+    rules = (*model_rules, *CHECKPOINT_RULES, *RUN_RULES, *DATA_RULES)
+    yield from (rule(config) for rule in rules)
     yield from (rule(config, num_devices) for rule in DEVICE_RULES)
     yield from (rule(config, platform) for rule in PLATFORM_RULES)
 

@@ -25,6 +25,7 @@ _EXAMPLES = {
     int: ("a whole number", "for example 4"),
     float: ("a finite number", "for example 0.1 or 1e-4"),
     str: ("a string", "for example 'abc'"),
+    tuple[str, ...]: ("a tuple of strings", "for example ('abc',)"),
 }
 
 

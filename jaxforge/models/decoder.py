@@ -1,5 +1,7 @@
 """The language decoder."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +17,9 @@ from jaxforge.models.rope import decoder_angles, decoder_frequencies
 from jaxforge.ops.cross_entropy import cross_entropy, score_tokens
 from jaxforge.ops.embedding import embed, gather_rows
 from jaxforge.ops.placement import Placement
+
+# (visual tokens, their index [B, S], placement) -> [B, S, D]
+Lookup = Callable[[jax.Array, jax.Array, Placement], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
@@ -67,17 +72,30 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and head.
 
+    `hidden` is `enter`, `run_layers` and `leave`; a pipeline calls the layers itself.
+
     Args:
       segments: which layers are recomputed, as in `scan_layers`.
+      layer_order: the layer in each place of the stack, as in `stack`; other than None only for a pipeline.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, backend: str, segments: Segments, placement: Placement, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        backend: str,
+        segments: Segments,
+        placement: Placement,
+        rngs: nnx.Rngs,
+        layer_order: tuple[int, ...] | None = None,
     ):
         table = (padded_vocab_size(config), config.hidden_size)
         self.embedding_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
         self.layers = stack(
-            lambda rngs: DecoderLayer(config, backend=backend, placement=placement, rngs=rngs), config.num_layers, rngs
+            lambda rngs: DecoderLayer(config, backend=backend, placement=placement, rngs=rngs),
+            config.num_layers,
+            rngs,
+            layer_order,
         )
         self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.tied = not config.untie_embeddings_and_output_weights
@@ -85,47 +103,91 @@ class Decoder(nnx.Module):
             self.head_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
         self.config, self.segments, self.placement = config, tuple(segments), placement
 
-    def embed(self, tokens_BS: jax.Array, visual_BND: jax.Array | None, visual_index_BS: jax.Array | None):
+    def embed(
+        self,
+        tokens_BS: jax.Array,
+        visual: jax.Array | None,
+        visual_index_BS: jax.Array | None,
+        lookup: Lookup = gather_rows,
+    ) -> jax.Array:
         """Token embeddings [B, S, D], visual tokens in their places."""
-        x_BSD = embed(self.embedding_VD[...], tokens_BS, self.placement)
-        if visual_BND is not None and visual_index_BS is not None:
-            placed_BSD = self._place(visual_BND, visual_index_BS)
+        return self.fill(embed(self.embedding_VD[...], tokens_BS, self.placement), visual, visual_index_BS, lookup)
+
+    def fill(
+        self, x_BSD: jax.Array, visual: jax.Array | None, visual_index_BS: jax.Array | None, lookup: Lookup
+    ) -> jax.Array:
+        """Visual tokens put into their places among the token embeddings."""
+        if visual is not None and visual_index_BS is not None:
+            placed_BSD = self.place(visual, visual_index_BS, lookup)
             x_BSD = jnp.where((visual_index_BS >= 0)[..., None], placed_BSD, x_BSD)
         return self.placement.constrain(x_BSD, RESIDUAL)
 
-    def _place(self, visual_BND: jax.Array, index_BS: jax.Array) -> jax.Array:
+    def place(self, visual: jax.Array, index_BS: jax.Array, lookup: Lookup = gather_rows) -> jax.Array:
         """Visual tokens at their places [B, S, D], laid out as the residual stream.
 
         Left to the partitioner, the lookup's layout by width would spread to the whole residual stream.
+
+        Args:
+          visual: what `lookup` reads: of each row its own [B, N, D] (`gather_rows`), or a table (`table_rows`).
         """
-        return self.placement.constrain(gather_rows(visual_BND, index_BS, self.placement), RESIDUAL)
+        return self.placement.constrain(lookup(visual, index_BS, self.placement), RESIDUAL)
 
     def hidden(
         self,
         x_BSD: jax.Array,
         positions_B3S: jax.Array,
         segment_ids_BS: jax.Array,
-        deepstack_JBND: jax.Array | None = None,
+        deepstack: jax.Array | None = None,
         visual_index_BS: jax.Array | None = None,
         dropout_keys_B2: jax.Array | None = None,
+        lookup: Lookup = gather_rows,
     ) -> jax.Array:
-        """What the head reads, [B, S, D].  `deepstack[j]` is added at the visual tokens after layer j."""
-        x_BSD = dropout(x_BSD, dropout_keys_B2, 0, self.config.hidden_dropout, self.placement)
-        angles_BSR = decoder_angles(positions_B3S, decoder_frequencies(self.config))
-        num_features = 0 if deepstack_JBND is None else deepstack_JBND.shape[0]
+        """What the head reads, [B, S, D].  `deepstack[j]`, as `visual` of `place`, is added after layer j."""
+        x_BSD = self.enter(x_BSD, dropout_keys_B2)
+        layers_input = (x_BSD, positions_B3S, segment_ids_BS, deepstack, visual_index_BS, dropout_keys_B2, lookup)
+        return self.leave(self.run_layers(*layers_input))
+
+    def run_layers(
+        self,
+        x_BSD: jax.Array,
+        positions_B3S: jax.Array,
+        segment_ids_BS: jax.Array,
+        deepstack: jax.Array | None,
+        visual_index_BS: jax.Array | None,
+        dropout_keys_B2: jax.Array | None,
+        lookup: Lookup,
+    ) -> jax.Array:
+        """All layers in turn, [B, S, D], on what `enter` gives."""
+        angles_BSR = self.angles(positions_B3S)
+        num_features = 0 if deepstack is None else deepstack.shape[0]
 
         def step(layer, x_BSD, index):
             x_BSD = layer(x_BSD, angles_BSR, segment_ids_BS, index, dropout_keys_B2)
-            if deepstack_JBND is not None and visual_index_BS is not None:
-                feature_BND = jax.lax.dynamic_index_in_dim(
-                    deepstack_JBND, jnp.minimum(index, num_features - 1), keepdims=False
+            if deepstack is not None and visual_index_BS is not None:
+                feature = jax.lax.dynamic_index_in_dim(
+                    deepstack, jnp.minimum(index, num_features - 1), keepdims=False
                 )
                 index_BS = jnp.where(index < num_features, visual_index_BS, -1)
-                x_BSD = self.placement.constrain(x_BSD + self._place(feature_BND, index_BS), RESIDUAL)
+                x_BSD = self.placement.constrain(x_BSD + self.place(feature, index_BS, lookup), RESIDUAL)
             return x_BSD
 
-        x_BSD = scan_layers(self.layers, step, x_BSD, jnp.arange(self.config.num_layers), self.segments)
-        return self.placement.reshard(self.final_norm(x_BSD), RESIDUAL, WHOLE)
+        return scan_layers(self.layers, step, x_BSD, jnp.arange(self.config.num_layers), self.segments)
+
+    def enter(self, x_BSD: jax.Array, dropout_keys_B2: jax.Array | None) -> jax.Array:
+        """What the first layer reads, from what `embed` gives."""
+        return dropout(x_BSD, dropout_keys_B2, 0, self.config.hidden_dropout, self.placement)
+
+    def angles(self, positions_B3S: jax.Array) -> jax.Array:
+        """Rotary angles of every layer, [B, S, K / 2] fp32."""
+        return decoder_angles(positions_B3S, decoder_frequencies(self.config))
+
+    def leave(self, x_BSD: jax.Array) -> jax.Array:
+        """What the head reads, from what the last layer gives."""
+        return self.whole(self.final_norm(x_BSD))
+
+    def whole(self, hidden_BSD: jax.Array) -> jax.Array:
+        """The final norm's output laid out as the head reads it; its cotangent stays as the residual stream."""
+        return self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
 
     def head(self) -> jax.Array:
         return self.embedding_VD[...] if self.tied else self.head_VD[...]

@@ -20,6 +20,7 @@ from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import COMPONENTS, has_adapters
 from jaxforge.config.patterns import matches
 from jaxforge.config.schema import AdapterConfig, LoraConfig
+from jaxforge.models.parameters import layer_keys
 
 Tree = Any
 
@@ -100,7 +101,11 @@ def _add_adapter(
             f" {math.prod(outputs)}; use at most {narrow}, or leave it out of lora.{component}.targets"
         )
     bound = 1 / math.sqrt(math.prod(inputs))
-    a = jax.random.uniform(rngs.params(), (*layers, *inputs, rank), jnp.float32, -bound, bound)
+    if layers:
+        keys = layer_keys(rngs, weight.get_metadata("num_layers"), weight.get_metadata("layer_order"))
+        a = jax.vmap(lambda key: jax.random.uniform(key, (*inputs, rank), jnp.float32, -bound, bound))(keys)
+    else:
+        a = jax.random.uniform(rngs.params(), (*inputs, rank), jnp.float32, -bound, bound)
     b = jnp.zeros((*layers, rank, *outputs), jnp.float32)
     setattr(owner, name + A_SUFFIX, nnx.Param(a, axes=(*axes[:last], None), scale=adapter_scale(config)))
     setattr(owner, name + B_SUFFIX, nnx.Param(b, axes=(*axes[:first], None, *axes[last:])))

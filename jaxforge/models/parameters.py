@@ -34,18 +34,35 @@ def ones(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes)
 
 
-def stack(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """One module whose every parameter has a leading dimension of `num_layers`, named "layers"."""
+def stack(
+    make_layer: Callable[[nnx.Rngs], nnx.Module],
+    num_layers: int,
+    rngs: nnx.Rngs,
+    order: tuple[int, ...] | None = None,
+) -> nnx.Module:
+    """One module whose every parameter has a leading dimension of layers, named "layers".
+
+    Args:
+      order: the layer in each place of that dimension, -1 for a place that no layer uses; by default all in turn.  A
+        layer's initial values don't depend on its place.
+    """
 
     def state_of(key):
         return nnx.split(make_layer(nnx.Rngs(params=key)))[1]
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: make_layer(nnx.Rngs(params=0))))
-    stacked = nnx.merge(graph, jax.vmap(state_of)(jax.random.split(rngs.params(), num_layers)))
+    stacked = nnx.merge(graph, jax.vmap(state_of)(layer_keys(rngs, num_layers, order)))
     for _, parameter in nnx.iter_graph(stacked):
         if isinstance(parameter, nnx.Param):
-            parameter.set_metadata(axes=("layers", *parameter.get_metadata("axes")))
+            axes = ("layers", *parameter.get_metadata("axes"))
+            parameter.set_metadata(axes=axes, num_layers=num_layers, layer_order=order)
     return stacked
+
+
+def layer_keys(rngs: nnx.Rngs, num_layers: int, order: tuple[int, ...] | None) -> jax.Array:
+    """A random key for each place of a stack: a layer's is the same wherever it lies."""
+    keys = jax.random.split(rngs.params(), num_layers)
+    return keys if order is None else keys[jnp.maximum(jnp.asarray(order), 0)]
 
 
 def scan_layers(

@@ -27,6 +27,7 @@ class VisionLanguageModel(nnx.Module):
         backend: str = "xla",
         decoder_segments: Segments | None = None,
         encoder_segments: Segments | None = None,
+        decoder_layer_order: tuple[int, ...] | None = None,
         decoder_placement: Placement = SINGLE_DEVICE,
         encoder_placement: Placement = SINGLE_DEVICE,
     ):
@@ -49,15 +50,20 @@ class VisionLanguageModel(nnx.Module):
             segments=decoder_segments or [(config.decoder.num_layers, 0)],
             placement=decoder_placement,
             rngs=rngs,
+            layer_order=decoder_layer_order,
         )
+
+    def encode(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        """Visual tokens [B, N, D] of the patch arrays, and DeepStack's features [J, B, N, D] or None."""
+        dtype = self.encoder.patch_CD[...].dtype
+        features_BPD, taps_JBPD = self.encoder(batch | {"patches": batch["patches"].astype(dtype)})
+        return self.projector(features_BPD, taps_JBPD)
 
     def hidden(self, batch: dict[str, jax.Array]) -> jax.Array:
         """What the head reads, [B, S, D] in the dtype of the parameters."""
         visual_BND = deepstack_JBND = visual_index_BS = None
         if self.has_encoder:
-            dtype = self.encoder.patch_CD[...].dtype
-            features_BPD, taps_JBPD = self.encoder(batch | {"patches": batch["patches"].astype(dtype)})
-            visual_BND, deepstack_JBND = self.projector(features_BPD, taps_JBPD)
+            visual_BND, deepstack_JBND = self.encode(batch)
             visual_index_BS = batch["visual_index"]
         x_BSD = self.decoder.embed(batch["tokens"], visual_BND, visual_index_BS)
         return self.decoder.hidden(

@@ -12,10 +12,21 @@ from jaxforge.ops.placement import Placement
 SHARDED_OVER_TENSOR = ("heads", "kv_heads", "ffn", "vocab", "width")
 
 
-def decoder_placement(sequence_parallel: bool) -> Placement:
-    """The decoder's view: everything that tensor parallelism shards lies over both tensor axes."""
-    names = (*SHARDED_OVER_TENSOR, *(("residual_sequence",) if sequence_parallel else ()))
-    return Placement(tuple((name, TENSOR_AXES) for name in names), TENSOR_AXES)
+def decoder_placement(sequence_parallel: bool, visual_rows_are_divided: bool = False) -> Placement:
+    """The decoder's view: everything that tensor parallelism shards lies over both tensor axes.
+
+    `visual_rows_are_divided`: whether the table of visual tokens is, because its devices have made parts of it.
+    """
+    names = [*SHARDED_OVER_TENSOR]
+    names += ["residual_sequence"] * sequence_parallel + ["visual_rows"] * visual_rows_are_divided
+    rules = (*((name, TENSOR_AXES) for name in names), ("layers", ("stage",)))
+    return Placement(rules, TENSOR_AXES)
+
+
+def vocabulary_over_stages(placement: Placement) -> Placement:
+    """The decoder's view of its parameters where embedding and head lie over stage as well as tensor."""
+    rules = dict(placement.rules) | {"vocab": ("stage", *TENSOR_AXES)}
+    return Placement(tuple(rules.items()), placement.manual_axes)
 
 
 def parameter_shardings(axes: Any, mesh: Mesh, placements: dict[str, Placement]) -> Any:

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from jaxforge.data.batches import Batch, BatchLayout
 from jaxforge.data.digits import DigitsSource, EvalDocument
 from jaxforge.data.files_source import FilesSource
 from jaxforge.data.packing import pack_row
@@ -45,54 +45,47 @@ class Evaluation:
 
 
 def make_evaluator(
-    source: DigitsSource | FilesSource | None, program: Program, rows: int
+    source: DigitsSource | FilesSource | None, program: Program, layout: BatchLayout
 ) -> "Evaluator | LossEvaluator | None":
-    """What evaluates a source; None where there is none.  `rows` are those of a microbatch over all ranks, B."""
+    """What evaluates a source, in microbatches like those of training; None where there is none."""
     if isinstance(source, FilesSource):
-        return LossEvaluator(source, program, rows)
-    return Evaluator(source, program, rows) if source is not None else None
+        return LossEvaluator(source, program, layout)
+    return Evaluator(source, program, layout) if source is not None else None
 
 
 class LossEvaluator:
     """Reads the evaluation's rows a microbatch at a time, and scores them; nothing is generated."""
 
-    def __init__(self, source: FilesSource, program: Program, rows: int):
+    def __init__(self, source: FilesSource, program: Program, layout: BatchLayout):
         self.source = source
-        self._program, self._rows = program, rows
+        self._program, self._layout = program, dataclasses.replace(layout, microbatches=1)
 
     def __call__(self, state: Any) -> Evaluation:
         loss_sum, target_tokens = 0.0, 0
-        number = len(self.source.epoch_plan(0))
+        number, size = len(self.source.epoch_plan(0)), self._layout.rows
         empty = pack_row([], self.source.row_format)
-        for first in range(0, number, self._rows):
+        for first in range(0, number, size):
             # every process reads all rows: they are few, and each needs its own share alone
-            rows = [self.source.row(index) for index in range(first, min(first + self._rows, number))]
-            rows += [empty] * (self._rows - len(rows))
-            batch = {key: self._place(np.stack([row[key] for row in rows])[None]) for key in empty}
+            rows = [self.source.row(index) for index in range(first, min(first + size, number))]
+            rows += [empty] * (size - len(rows))
+            batch = self._layout.batch({key: np.stack([row[key] for row in rows])[None] for key in empty})
             one_loss, one_count, _ = self._program.score(state, batch)
             loss_sum, target_tokens = loss_sum + float(one_loss), target_tokens + int(one_count)
         return Evaluation(loss_sum / max(target_tokens, 1), target_tokens, None, [], [])
 
-    def _place(self, array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, self._program.batch_sharding, lambda index: array[index])
-
 
 class Evaluator:
-    """Holds the evaluation set on the mesh, in the shape of one batch [M, B, ...], so scoring compiles once.
+    """Holds the evaluation set on the mesh as one batch, so scoring compiles once."""
 
-    Args:
-      rows: rows of a microbatch over all data parallel ranks, B.
-    """
-
-    def __init__(self, source: DigitsSource, program: Program, rows: int):
+    def __init__(self, source: DigitsSource, program: Program, layout: BatchLayout):
         self.source = source
-        packed, self._documents = source.eval_rows(rows_multiple=rows)
+        packed, self._documents = source.eval_rows(rows_multiple=layout.rows)
         self._program = program
         self._tokenizer = source.tokenizer
-        self._shape = (len(packed) // rows, rows)
+        self._layout = dataclasses.replace(layout, microbatches=len(packed) // layout.rows)
         arrays = {key: np.stack([row[key] for row in packed]) for key in packed[0]}
         self._tokens_RS = arrays["tokens"]
-        self._batch = {key: self._place(array) for key, array in arrays.items()}
+        self._batch = self._place(arrays)
 
     def __call__(self, state: Any) -> Evaluation:
         """Scores the true answers, then generates every document's answer, all documents of a row at once.
@@ -108,7 +101,7 @@ class Evaluator:
         generated: list[np.ndarray] = []
         for length in range(room):
             if length:
-                _, _, predicted = self._program.score(state, self._batch | {"tokens": self._place(tokens_RS)})
+                _, _, predicted = self._program.score(state, self._batch | self._place({"tokens": tokens_RS}))
             following = np.asarray(predicted).reshape(tokens_RS.shape)[rows, ends + length]
             generated.append(following)
             tokens_RS[rows, ends + length + 1] = following
@@ -127,7 +120,7 @@ class Evaluator:
         ends = np.flatnonzero(tokens == self._tokenizer.end)
         return self._tokenizer.decode(tokens[: ends[0]] if ends.size else tokens)
 
-    def _place(self, array: np.ndarray) -> jax.Array:
-        """Rows [R, ...] as a batch [M, B, ...] on the mesh."""
-        array = array.reshape(*self._shape, *array.shape[1:])
-        return jax.make_array_from_callback(array.shape, self._program.batch_sharding, lambda index: array[index])
+    def _place(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """Rows [R, ...] as a batch on the mesh."""
+        leading = (self._layout.microbatches, self._layout.rows)
+        return self._layout.batch({key: array.reshape(*leading, *array.shape[1:]) for key, array in arrays.items()})

@@ -16,21 +16,21 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from jaxforge.checkpoint.manager import CheckpointManager
-from jaxforge.cluster import MeshLayout, build_mesh, describe, detect, initialize, peak_flops, simulate_devices
+from jaxforge.checkpoint.stored import LAYER_ORDER
+from jaxforge.cluster import MeshLayout, build_mesh, detect, initialize, peak_flops, simulate_devices
 from jaxforge.config import Config, ConfigError, resolve, to_yaml, validate, value_origins
 from jaxforge.config.derived import num_microbatches
-from jaxforge.data import DigitsSource, Loader, eval_source, row_spec, train_source
+from jaxforge.data import BatchLayout, DigitsSource, Loader, eval_source, train_source
 from jaxforge.data.files_source import FilesSource
 from jaxforge.data.lengths import describe_skipped
+from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
+from jaxforge.training.describe import describe_evaluation, describe_run, describe_state, differences, gibibytes
 from jaxforge.training.evaluation import Evaluation, Evaluator, LossEvaluator, make_evaluator
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.metrics import MetricsWriter
 from jaxforge.training.program import (
-    Program,
-    abstract_batch,
     attention_backend,
     build_program,
-    bytes_per_device,
     bytes_while_running,
     missing_libraries_as_config_errors,
 )
@@ -75,6 +75,7 @@ def start(config: Config) -> str:
         initialize(detect(os.environ))
     platform = jax.default_backend()
     validate(config, jax.device_count(), platform)
+    pipeline_layout(config)  # refuses one that doesn't place all layers, before anything is written
     return platform
 
 
@@ -143,7 +144,7 @@ class _Run:
         self.layout = MeshLayout.from_config(config, num_devices)
         self.mesh = build_mesh(self.layout)
         self.microbatches = num_microbatches(config, num_devices)
-        self.rows = config.train.global_batch_size // self.microbatches
+        self.batches = BatchLayout.from_config(config, self.mesh, self.microbatches)
         self.program = build_program(config, self.mesh, platform)
         self.backend = attention_backend(config, platform)
         self.checkpoints = CheckpointManager(
@@ -161,16 +162,22 @@ class _Run:
         steps, every = config.train.steps, config.train.eval_every_steps
         progress = Progress(steps, config.train.log_every_steps)
         progress.say(describe_run(config, self.mesh, self.layout, self.microbatches))
-        progress.say(describe_state(self.program))
-        evaluator = make_evaluator(eval_source(config), self.program, self.rows)
+        progress.say(describe_state(config, self.program))
+        evaluator = make_evaluator(eval_source(config), self.program, self.batches)
         self.source = train_source(config)
-        for split in (self.source, evaluator.source if evaluator else None):
+        held_out = evaluator.source if evaluator else None
+        for split in (self.source, held_out):
             if isinstance(split, FilesSource):
                 progress.say(split.describe())
+        if isinstance(self.source, FilesSource) and isinstance(held_out, FilesSource):
+            for file in held_out.files.shared_with(self.source.files):
+                progress.say(f"data.eval_path has {file}, which data.path has too: its loss is not that of unseen data")
         first, state = self._restore_or_initialise(progress)
         self.run.write_config(config_text)
         if first == 0 and self.run.metrics.exists() and self.run.writable:
             progress.say(f"no checkpoint: starting at step 0; earlier metrics are now {self.run.set_metrics_aside()}")
+        for folder in self.run.set_exports_aside(first) if self.run.writable else ():
+            progress.say(f"an export that an earlier start made after step {first} is now {folder}")
         metrics = MetricsWriter(self.run, config.logging.tensorboard, resume_step=first)
         self.resources.callback(metrics.close)
         evaluation = None
@@ -224,6 +231,8 @@ class _Run:
         progress.say(f"resuming from step {step} of {self.run.path}")
         for line in differences(metadata["config"], dataclasses.asdict(self.config)):
             progress.say(f"  changed since: {line}")
+        if metadata.get("data", self._data_fingerprint()) != self._data_fingerprint():
+            progress.say("  changed since: the documents that data.path gives; their rows are other ones from here on")
         if step > self.config.train.steps:
             raise ConfigError(
                 f"train.steps={self.config.train.steps}, but {self.run.path} holds step {step} already;"
@@ -236,9 +245,8 @@ class _Run:
     def _compile(self, progress: Progress) -> tuple[Any, int]:
         """The compiled train step, and the bytes that it needs on each device."""
         began = time.perf_counter()
-        batch = abstract_batch(row_spec(self.config), self.microbatches, self.rows, self.program.batch_sharding)
         with missing_libraries_as_config_errors(self.backend):
-            compiled: Any = self.program.train_step.lower(self.program.abstract_state, batch).compile()
+            compiled: Any = self.program.train_step.lower(self.program.abstract_state, self.batches.shapes()).compile()
         memory = compiled.memory_analysis()
         total = bytes_while_running(memory)
         progress.say(
@@ -268,10 +276,15 @@ class _Run:
             "tflops_per_device": teraflops,
             "mfu": teraflops * 1e12 / self.peak_flops if self.peak_flops else None,
             "data_wait_seconds": info["wait_seconds"],
+            **({"encoder_load": info["encoder_load"]} if "encoder_load" in info else {}),
             **self._skipped_samples(),
             # a CPU keeps no count; there it is what the compiled step needs
             "peak_device_bytes": memory.get("peak_bytes_in_use", step_bytes),
         }
+
+    def _data_fingerprint(self) -> str | None:
+        """What a checkpoint says of the user's files."""
+        return self.source.fingerprint if isinstance(self.source, FilesSource) else None
 
     def _skipped_samples(self) -> dict[str, int]:
         """Samples of the user's files that could not be used, as this process knows them so far."""
@@ -300,12 +313,14 @@ class _Run:
             "skipped_steps": self.skipped,
             "jax_version": jax.__version__,
             "base": self.base,
+            "data": self._data_fingerprint(),
+            LAYER_ORDER: layer_order(pipeline_layout(self.config)),
         }
         saved = self.program.saved(state)
         (self.checkpoints.save if is_last else self.checkpoints.maybe_save)(step, saved, metadata)
 
     def _export(self, step: int, state: Any, progress: Progress, is_last: bool) -> None:
-        """Writes hf/STEP where the config asks for it; a resumed run may have it already."""
+        """Writes hf/STEP where the config asks for it; a run resumed at that step may have it already."""
         every = self.config.checkpoint.export_hf_every_steps
         folder = self.run.exports / str(step)
         if every and (is_last or step % every == 0) and not self._exists(folder):
@@ -347,61 +362,3 @@ class _Run:
         if self.config.logging.pictures:
             path = self.run.pictures / "predictions.png"
             draw_predictions([(s.image, s.question, s.answer, answer) for s, answer in samples], path)
-
-
-def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) -> str:
-    """What will run where, known before anything is compiled."""
-    train = config.train
-    kind = "simulated CPU device" if train.simulated_devices else jax.devices()[0].device_kind
-    return "\n".join(
-        [
-            f"{mesh.size} x {kind} in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}:"
-            f" decoder TP {layout.tensor_parallel_size},"
-            + (f" encoder TP {layout.encoder_tensor_parallel_size}," if config.model.encoder else "")
-            + f" DP {layout.data_parallel_size}",
-            describe(mesh, layout),
-            f"{train.steps} steps of {train.global_batch_size} rows x {train.seq_length} tokens:"
-            f" {microbatches} microbatch{'es' if microbatches > 1 else ''} of {train.micro_batch_size}"
-            f" row{'s' if train.micro_batch_size > 1 else ''} on each data parallel rank",
-        ]
-    )
-
-
-def describe_state(program: Program) -> str:
-    """Parameters by part, and the bytes of state on each device."""
-    parts: dict[str, int] = {}
-    for kind in ("trainable", "frozen"):
-        for module, tree in program.abstract_state[kind].items():
-            parts[module] = parts.get(module, 0) + sum(leaf.size for leaf in jax.tree.leaves(tree))
-    held = bytes_per_device(program.abstract_state)
-    named = ", ".join(f"{module} {count / 1e6:.2f} M" for module, count in sorted(parts.items()))
-    return (
-        f"parameters: {named}; {gibibytes(held)} of parameters and optimizer state on each device;"
-        " compiling shows what a step needs besides"
-    )
-
-
-def describe_evaluation(evaluation: Evaluation) -> str:
-    """Accuracy in a line."""
-    kinds = ", ".join(f"{kind} {right}/{total}" for kind, (right, total) in sorted(evaluation.by_kind().items()))
-    count = len(evaluation.documents)
-    if evaluation.exact_match is None:
-        return f"loss {evaluation.loss:.4f} over {evaluation.target_tokens} held-out target tokens"
-    return f"exact match {evaluation.exact_match:.1%} of {count} held-out samples ({kinds}), loss {evaluation.loss:.4f}"
-
-
-def gibibytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
-
-
-def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Lines "field: old -> new" for the values of two nested dicts that differ; lists and tuples compare equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif _plain(old) != _plain(new):
-        yield f"{path}: {old} -> {new}"
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

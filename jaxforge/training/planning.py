@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,14 +22,19 @@ from jaxforge.cluster import (
     described_devices,
     parse_topology,
 )
-from jaxforge.config import Config, resolve, validate
+from jaxforge.config import Config, ConfigError, resolve, validate
 from jaxforge.config.derived import num_microbatches
-from jaxforge.data.rows import row_spec
+from jaxforge.data.batches import BatchLayout
+from jaxforge.optim.paths import split
+from jaxforge.parallel.pipeline.choice import is_over_stages, num_parameters, pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.layout import PipelineLayout
+from jaxforge.parallel.pipeline.picture import draw_schedule
+from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes, in_flight, schedule_of
 from jaxforge.training.collectives import Collective, find_collectives
+from jaxforge.training.describe import describe_encoder
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.program import (
     Program,
-    abstract_batch,
     attention_backend,
     build_program,
     bytes_per_device,
@@ -82,7 +88,14 @@ class MemoryParts:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How the microbatches pass through the stages.  Without pipeline parallelism there is one stage: no bubble."""
+    """How the microbatches pass through the stages.  Without pipeline parallelism there is one stage: no bubble.
+
+    Attributes:
+      ticks: of the schedule (`jaxforge.parallel.pipeline.schedule`); without a pipeline, microbatches.
+      bubble_fraction: share of a step's time in which a rank has nothing to compute.
+      max_chunks_in_flight: chunks of the fullest rank that are between their forward and their backward at a time.
+      layers_by_rank: decoder layers of each rank, chunk by chunk.
+    """
 
     ticks: int
     bubble_fraction: float
@@ -124,7 +137,10 @@ class PlanReport:
 
 
 def plan(
-    config: ConfigDict | Config, topology: str = "h100:1x8", say: Callable[[str], None] = print
+    config: ConfigDict | Config,
+    topology: str = "h100:1x8",
+    say: Callable[[str], None] = print,
+    picture: Path | None = None,
 ) -> PlanReport:
     """Compiles the train step of a run for GPUs that aren't here, and reports its memory and communication.
 
@@ -134,15 +150,26 @@ def plan(
       config: from `load_config`, perhaps changed since.
       topology: GPU:HOSTSxGPUS, where GPU is h100, h200, b200 or a100.
       say: takes lines of progress.
+      picture: a PNG file for the chart of the pipeline's schedule, drawn before anything is compiled.
 
     Raises:
-      ConfigError: for a config that such a cluster can't run, or without the compiler for it.
+      ConfigError: for a config that such a cluster can't run, for a picture of no pipeline, or without the compiler.
     """
     if not isinstance(config, Config):
         config = resolve(config)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, simulated_devices=None))
     cluster = parse_topology(topology)
     validate(config, cluster.num_devices, "gpu")
+    stages = pipeline_layout(config)
+    microbatches = num_microbatches(config, cluster.num_devices)
+    if picture is not None:
+        if stages is None:
+            raise ConfigError(
+                f"a picture of the schedule ({picture}) needs a pipeline, but parallel.pipeline_model_parallel_size=1;"
+                " leave out --picture, or use more ranks"
+            )
+        draw_schedule(schedule_of(stages, microbatches), picture)
+        say(f"schedule drawn in {picture}")
     layout = MeshLayout.from_config(config, cluster.num_devices)
     devices = described_devices(cluster)
     mesh = build_mesh(layout, devices)
@@ -152,9 +179,7 @@ def plan(
     with _heartbeat(say), missing_libraries_as_config_errors(attention_backend(config, "gpu")):
         _compile_something(devices[0])
         program = build_program(config, mesh, "gpu")
-        microbatches = num_microbatches(config, cluster.num_devices)
-        rows = config.train.global_batch_size // microbatches
-        batch = abstract_batch(row_spec(config), microbatches, rows, program.batch_sharding)
+        batch = BatchLayout.from_config(config, mesh, microbatches).shapes()
         compiled = program.train_step.lower(program.abstract_state, batch).compile()
     compile_seconds = time.perf_counter() - began
 
@@ -174,25 +199,22 @@ def plan(
         model_flops_per_step=model_flops_per_step(config),
         tokens_per_step=config.train.global_batch_size * config.train.seq_length,
         compile_seconds=compile_seconds,
-        pipeline=Pipeline(
-            ticks=microbatches,
-            bubble_fraction=0.0,
-            max_chunks_in_flight=1,
-            layers_by_rank=[list(range(config.model.decoder.num_layers))],
-        ),
-        memory_parts=_memory_parts(config, program, batch, device_bytes.temporary),
+        pipeline=_pipeline(config, stages, microbatches),
+        memory_parts=_memory_parts(config, program, batch, device_bytes.temporary, stages),
         reserve_bytes=RESERVE_BYTES,
-        num_parameters=sum(leaf.size for leaf in jax.tree.leaves((state["trainable"], state["frozen"]))),
+        num_parameters=sum(num_parameters(state[kind], stages) for kind in ("trainable", "frozen")),
     )
 
 
 def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: jax.sharding.Mesh) -> str:
     """What will be compiled for what, known before it is compiled."""
-    train = config.train
+    train, stages = config.train, pipeline_layout(config)
     microbatches = num_microbatches(config, cluster.num_devices)
     parts = [f"decoder TP {layout.tensor_parallel_size}"]
     if config.model.encoder is not None:
-        parts.append(f"encoder TP {layout.encoder_tensor_parallel_size}")
+        parts.append(describe_encoder(config))
+    if stages is not None:
+        parts.append(describe_sizes(stages))
     crossing = [axis for axis, crosses in axes_crossing_nodes(mesh).items() if crosses]
     return "\n".join(
         [
@@ -201,6 +223,7 @@ def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: j
             f" {compute_dtype(config, 'gpu').name}, {attention_backend(config, 'gpu')} attention",
             f"a step is {train.global_batch_size} rows x {train.seq_length} tokens: {microbatches} microbatches of"
             f" {train.micro_batch_size} on each data parallel rank",
+            *([describe_pipeline(stages, microbatches)] if stages is not None else []),
             describe(mesh, layout) if crossing else "every axis stays inside a node",
         ]
     )
@@ -237,12 +260,22 @@ def _device_bytes(analysis: Any, gpu: Gpu) -> DeviceBytes:
     return DeviceBytes(arguments, temporary, output, aliased, bytes_while_running(analysis), gpu.capacity)
 
 
-def _memory_parts(config: Config, program: Program, batch: Any, temporary: int) -> MemoryParts:
+def _pipeline(config: Config, stages: PipelineLayout | None, microbatches: int) -> Pipeline:
+    if stages is None:
+        return Pipeline(microbatches, 0.0, 1, [list(range(config.model.decoder.num_layers))])
+    schedule = schedule_of(stages, microbatches)
+    layers = [list(stages.layers_of_rank(rank)) for rank in range(stages.pipeline_size)]
+    return Pipeline(schedule.num_ticks, schedule.bubble_fraction, in_flight(schedule), layers)
+
+
+def _memory_parts(
+    config: Config, program: Program, batch: Any, temporary: int, stages: PipelineLayout | None
+) -> MemoryParts:
     state = program.abstract_state
     trainable = count_per_device(state["trainable"])
     dtype = compute_dtype(config, "gpu")
-    # accumulated in fp32 over microbatches, beside those of one microbatch in the compute dtype
-    gradients = trainable * (4 + dtype.itemsize)
+    # summed in fp32 over microbatches, beside those that the backward pass has just found, in the compute dtype
+    gradients = 4 * trainable + dtype.itemsize * _found_at_once(config, state["trainable"], stages)
     # frozen parameters are kept in the compute dtype, and used as they are
     compute_weights = trainable * dtype.itemsize if dtype != np.float32 else 0
     return MemoryParts(
@@ -254,6 +287,16 @@ def _memory_parts(config: Config, program: Program, batch: Any, temporary: int) 
         # below 0 where the compiler fuses small tensors away or reuses their memory
         activations=max(0, temporary - gradients - compute_weights),
     )
+
+
+def _found_at_once(config: Config, trainable: Any, stages: PipelineLayout | None) -> int:
+    """Gradients that a device has before they are added to their sums: of the whole model, or with a pipeline, which
+    adds them layer by layer, of the largest unit and of what each stage holds beside layers."""
+    if stages is None:
+        return count_per_device(trainable)
+    layers, others = split(trainable, is_over_stages)
+    unit = max(unit.num_layers for units in stage_units(config, stages) for unit in units)
+    return count_per_device(layers) // stages.slots_per_rank * unit + count_per_device(others)
 
 
 def count_per_device(tree: Any) -> int:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.schema import Config
-from jaxforge.data.loader import batch_sharding
+from jaxforge.data.batches import batch_sharding
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
 from jaxforge.models.lora import add_adapters, is_adapter, trained_patterns
@@ -27,8 +27,16 @@ from jaxforge.ops.placement import Placement
 from jaxforge.optim import learning_rate_schedule, make_optimizer, split_trainable
 from jaxforge.optim.paths import join, parameter_paths, split
 from jaxforge.parallel.encoder import encoder_placement
-from jaxforge.parallel.rules import decoder_placement, logical_axes, parameter_shardings, replicated
-from jaxforge.training.step import apply_gradients, cast, make_gradients, make_scoring
+from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
+from jaxforge.parallel.rules import (
+    decoder_placement,
+    logical_axes,
+    parameter_shardings,
+    replicated,
+    vocabulary_over_stages,
+)
+from jaxforge.training.phases import divided_axes, make_phases
+from jaxforge.training.step import apply_gradients, cast, in_dtype, make_gradients, make_scoring
 
 Tree = Any
 
@@ -43,7 +51,7 @@ class Program:
         "frozen" ones (in the compute dtype: no update needs more), "optimizer", and "step" (int32, completed steps).
       abstract_base: of all parameters but the adapters, together, as the state has them.
       has_adapters: whether adapters train (`config.lora`), and the base stays as it was given.
-      batch_sharding: of every array of a batch, [M, B, ...].
+      batch_sharding: of every array [M, B, ...] of a batch; `BatchLayout` knows those of divided patch arrays too.
       initialise: seed -> state, computed straight into its shards.
       initialise_from: (base, seed) -> the state of given base parameters, which are donated; adapters are those of
         `initialise(seed)`.  `base` is laid out as `abstract_base`; its dtypes may differ, but then need memory twice.
@@ -112,6 +120,7 @@ def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[st
         rngs=rngs,
         backend=backend,
         decoder_segments=recompute_segments(config.memory, model.decoder.num_layers),
+        decoder_layer_order=layer_order(pipeline_layout(config)),
         encoder_segments=recompute_segments(model.encoder, model.encoder.num_layers) if model.encoder else None,
         **layout,
     )
@@ -121,11 +130,17 @@ def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[st
 
 def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     """Everything that a run of `config` compiles for the devices of `mesh` ("cpu" or "gpu").  Compiles nothing yet."""
-    placements = {"encoder": encoder_placement(), "decoder": decoder_placement(config.parallel.sequence_parallel)}
+    divided = divided_axes(config)
+    placements = {
+        "encoder": encoder_placement(divided),
+        "decoder": decoder_placement(config.parallel.sequence_parallel, bool(divided)),
+    }
     dtype = compute_dtype(config, platform)
     make = functools.partial(make_model, config, attention_backend(config, platform), placements=placements)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     by_module = placements | {"projector": placements["encoder"]}
+    if config.parallel.vocabulary_parallel_over_pipeline:
+        by_module["decoder"] = vocabulary_over_stages(placements["decoder"])
     shardings = parameter_shardings(logical_axes(abstract), mesh, by_module)
     shapes = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -191,8 +206,12 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def score_of(parameters, microbatch):
         return nnx.merge(graph, parameters).score(microbatch)
 
-    gradients = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, dtype)
-    scoring = make_scoring(score_of, mesh, dtype)
+    phases = make_phases(config, nnx.eval_shape(lambda: make(nnx.Rngs(params=0))), mesh)
+    if phases is None:
+        gradients = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, dtype)
+        scoring = make_scoring(score_of, mesh, dtype)
+    else:
+        gradients, scoring = in_dtype(phases.gradients, dtype), in_dtype(phases.scores, dtype)
 
     def train_step(state, batch):
         if config.model.decoder.hidden_dropout:
@@ -282,11 +301,3 @@ def row_keys(seed: int, step: jax.Array, shape: tuple[int, int]) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), step)
     keys = jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(key, row)))(rows)
     return keys.reshape(*shape, -1)
-
-
-def abstract_batch(row_shapes: dict[str, jax.ShapeDtypeStruct], num_microbatches: int, rows: int, sharding) -> dict:
-    """Shapes of a batch [M, B, ...] from those of a row."""
-    return {
-        key: jax.ShapeDtypeStruct((num_microbatches, rows, *shape.shape), shape.dtype, sharding=sharding)
-        for key, shape in row_shapes.items()
-    }

@@ -70,6 +70,14 @@ class RunDirectory:
         os.rename(self.metrics, aside)
         return aside
 
+    def set_exports_aside(self, step: int) -> list[Path]:
+        """Renames exports of steps after `step` to hf/STEP.1 or the next free number: they are of other weights."""
+        exports = [path for path in self.exports.glob("*") if path.name.isdigit() and int(path.name) > step]
+        aside = [self._next_free(f"hf/{path.name}", "") for path in exports]
+        for path, target in zip(exports, aside, strict=True):
+            os.rename(path, target)
+        return aside
+
     def _next_free(self, stem: str, ending: str) -> Path:
         number = 1
         while (path := self.path / f"{stem}.{number}{ending}").exists():

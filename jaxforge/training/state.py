@@ -13,6 +13,7 @@ from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 from jaxforge.models.lora import is_adapter
 from jaxforge.optim.paths import join, split
+from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
 from jaxforge.training.program import Program
 
 Tree = Any
@@ -34,7 +35,7 @@ def restored_state(
     Raises:
       ConfigError: as `CheckpointManager.restore`, or if the weights under the adapters aren't those of the run.
     """
-    restored = checkpoints.restore(program.saved(program.abstract_state))
+    restored = checkpoints.restore(program.saved(program.abstract_state), layer_order(pipeline_layout(config)))
     if restored is None or not program.has_adapters:
         return restored
     step, saved, metadata = restored
@@ -68,26 +69,27 @@ def export_source(config: Config) -> Path | None:
 
 
 def export_state(folder: Path, config: Config, state: Tree, source: Path | None) -> None:
-    """Writes a Hugging Face folder of a state, adapters folded in.  Every process calls it."""
-    export(
-        folder, state_arrays(config, state), config.model, source=source, dtype=config.checkpoint.export_hf_dtype
-    )
+    """Writes a Hugging Face folder of a state, adapters folded in, with its tokenizer.  Every process calls it."""
+    arrays, dtype = state_arrays(config, state), config.checkpoint.export_hf_dtype
+    export(folder, arrays, config.model, source=source, tokenizer=config.data.tokenizer, dtype=dtype)
 
 
 def state_arrays(config: Config, state: Tree) -> ArrayReader:
     """The weights of a state, adapters folded in."""
     parameters = join(state["trainable"], state["frozen"])
     adapters, base = split(parameters, is_adapter)
+    order = layer_order(pipeline_layout(config))
     if not adapters:
-        return DeviceArrays(parameters, config.checkpoint.export_hf_dtype)
-    return MergedArrays(DeviceArrays(base, "float32"), DeviceArrays(adapters, "float32"), config.lora)
+        return DeviceArrays(parameters, config.checkpoint.export_hf_dtype, order)
+    return MergedArrays(DeviceArrays(base, "float32", order), DeviceArrays(adapters, "float32", order), config.lora)
 
 
 def _load(config: Config, program: Program, weights: ArrayReader) -> Tree:
     """The base parameters on the mesh."""
+    order = layer_order(pipeline_layout(config))
     if not config.checkpoint.init_allow_missing:
-        return load(weights, program.abstract_base)
+        return load(weights, program.abstract_base, order=order)
     random = program.initialise(config.train.seed)
     _, initial = split(join(random["trainable"], random["frozen"]), is_adapter)
-    loaded = load(weights, program.abstract_base, initial)
+    loaded = load(weights, program.abstract_base, initial, order)
     return jax.block_until_ready(loaded)

@@ -56,10 +56,7 @@ def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, dty
         check_vma=False,
     )
 
-    def gradients(trainable, frozen, batch):
-        return mapped(cast(trainable, dtype), cast(frozen, dtype), batch)
-
-    return gradients
+    return in_dtype(mapped, dtype)
 
 
 def axes_to_reduce(mesh: Mesh) -> tuple[str, ...]:
@@ -141,7 +138,12 @@ def make_scoring(score_of: Callable, mesh: Mesh, dtype: jnp.dtype) -> Callable:
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
-    return lambda parameters, batch: mapped(cast(parameters, dtype), batch)
+    return in_dtype(mapped, dtype)
+
+
+def in_dtype(f: Callable, dtype: jnp.dtype) -> Callable:
+    """`f(*parameters, batch)`, with the parameters cast first."""
+    return lambda *arguments: f(*(cast(tree, dtype) for tree in arguments[:-1]), arguments[-1])
 
 
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:

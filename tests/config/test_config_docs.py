@@ -20,8 +20,8 @@ def test_the_committed_page_is_current():
 
 
 def test_a_row_names_the_flag_and_what_is_not_built():
-    rows = [line for line in _script().render().splitlines() if line.startswith("| `pipeline_model_parallel_size`")]
+    rows = [line for line in _script().render().splitlines() if line.startswith("| `context_parallel_size`")]
     assert rows == [
-        "| `pipeline_model_parallel_size` | int | `1` |  | pipeline stages. **Not built yet** (pipeline parallelism). |"
-        " `--pipeline-model-parallel-size` |"
+        "| `context_parallel_size` | int | `1` |  | devices that share each sequence. **Not built yet** (context"
+        " parallelism). | `--context-parallel-size` |"
     ]

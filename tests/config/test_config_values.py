@@ -82,6 +82,7 @@ def test_an_int_is_a_float_and_a_list_is_a_tuple():
         (float("inf"), float, "f=inf has the wrong type"),
         ((1, "x"), tuple[int, ...], "f[1]='x' has"),
         (5, tuple[int, ...], "f=5 has the wrong type; give a tuple of whole numbers"),
+        ("a.jsonl", tuple[str, ...], "f='a.jsonl' has the wrong type; give a tuple of strings, for example ('abc',)"),
         ((("a", "b"),), Pairs, "f[0][1]='b' has"),
     ],
 )

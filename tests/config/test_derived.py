@@ -32,6 +32,14 @@ def test_16_rows_of_2_on_8_devices_in_pairs_are_2_microbatches():
     assert num_microbatches(resolve(config), 8) == 2
 
 
+def test_a_pipeline_takes_devices_from_data_parallelism():
+    config = default_config()
+    config.parallel.update(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    config.train.update(global_batch_size=16, micro_batch_size=2)
+    assert data_parallel_size(resolve(config), 16) == 2
+    assert num_microbatches(resolve(config), 16) == 4
+
+
 def test_the_encoder_inherits_the_tensor_parallel_size_unless_it_has_its_own():
     config = default_config()
     config.parallel.tensor_model_parallel_size = 4

@@ -58,7 +58,6 @@ def _planned_fields(cls, prefix=""):
 
 OTHER_VALUES = {bool: True, int: 2, float: 0.5, str: "x", tuple: ("x",), type(None): None}
 OPTIONAL_VALUES = {
-    "num_layers_per_virtual_pipeline_stage": 2,
     "expert_tensor_parallel_size": 2,
     "min_offloaded_tensor_size": 2,
     "optimizer_offload_fraction": 0.5,
@@ -70,10 +69,8 @@ PLANNED = list(_planned_fields(Config)) + [f"model.encoder.{name}" for name in _
 def test_what_later_work_brings_is_marked_in_the_schema():
     # one of each feature that isn't there yet
     assert {
-        "parallel.pipeline_model_parallel_size",
         "parallel.context_parallel_size",
         "parallel.expert_model_parallel_size",
-        "parallel.enable_full_hetero_dp",
         "memory.fine_grained_activation_offloading",
         "memory.optimizer_cpu_offload",
         "loss.cross_entropy_loss_fusion",

@@ -126,6 +126,8 @@ def test_verify_does_not_mind_what_training_did_to_padded_rows(full, tmp_path, c
 def test_a_resumed_run_needs_no_second_export_and_ends_the_same(full, tmp_path, capsys):
     copy = copy_at_step_2(full[0], tmp_path)
     before = (copy / "hf" / "2" / "model.safetensors").stat().st_mtime_ns
+    (copy / "hf" / "4").mkdir()  # of a start whose later steps are lost, perhaps with other settings
+    (copy / "hf" / "4" / "stale").touch()
     result = jaxforge.train(config_with("checkpoint.export_hf_dtype=bfloat16"), copy)
     output = capsys.readouterr().out
     assert "resuming from step 2" in output and "starting from the weights" not in output
@@ -133,6 +135,7 @@ def test_a_resumed_run_needs_no_second_export_and_ends_the_same(full, tmp_path, 
     assert (copy / "hf" / "2" / "model.safetensors").stat().st_mtime_ns == before
     assert result.step == 4 and losses(copy) == losses(full[0])
     assert_same_bits(tensors_of(copy / "hf" / "4"), tensors_of(full[0] / "hf" / "4"))
+    assert "after step 2 is now" in output and [path.name for path in (copy / "hf" / "4.1").iterdir()] == ["stale"]
 
 
 def test_an_export_that_is_missing_is_made_when_nothing_is_left_to_train(full, tmp_path, capsys):
@@ -363,4 +366,16 @@ def test_evaluate_reads_the_weights_under_the_adapters(tmp_path, capsys):
     assert all("_lora_" in path for path in RunCheckpoint.open(result.workdir).arrays.shapes)
     flags = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}", *(f"--config.{text}" for text in overrides)]
     assert evaluate.main(flags) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == in_training
+    assert capsys.readouterr().out.splitlines() == [in_training]
+    # another scale is another model, which nothing in the shapes tells
+    assert evaluate.main([*flags, "--config.lora.decoder.alpha=99"]) == 0
+    changed_scale, evaluation = capsys.readouterr().out.splitlines()
+    assert changed_scale == "changed since: lora.decoder.alpha: 16.0 -> 99.0"
+    assert evaluation != in_training
+
+
+def test_adapters_of_another_rank_are_refused_by_their_names(adapted, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(adapted[0], copy)
+    with pytest.raises(ConfigError, match=r"another model or optimizer\n  trainable/.*_lora_a: .*, 4\], .*, 8\]"):
+        jaxforge.train(config_with(*LORA[1:], "lora.decoder.rank=8"), copy)

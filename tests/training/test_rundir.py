@@ -51,6 +51,17 @@ def test_a_closed_run_leaves_the_folder_to_the_next_in_the_same_notebook(tmp_pat
     RunDirectory(tmp_path).close()
 
 
+def test_exports_of_later_steps_are_kept_under_free_names(tmp_path):
+    for name in ("10", "20", "20.1", "30", "notes"):
+        (tmp_path / "hf" / name).mkdir(parents=True)
+        (tmp_path / "hf" / name / f"was_{name}").touch()
+    with RunDirectory(tmp_path) as run:
+        assert sorted(path.name for path in run.set_exports_aside(10)) == ["20.2", "30.1"]
+        assert run.set_exports_aside(10) == []
+    found = {path.parent.name: path.name for path in (tmp_path / "hf").glob("*/*")}
+    assert found == {"10": "was_10", "20.1": "was_20.1", "20.2": "was_20", "30.1": "was_30", "notes": "was_notes"}
+
+
 def test_an_unwritable_folder_is_an_error_that_names_the_way_out(tmp_path):
     (tmp_path / "file").write_text("")
     # Two that fail for root too: inside a file, and where the kernel makes no folders.

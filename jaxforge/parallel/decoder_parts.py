@@ -1,0 +1,74 @@
+"""The decoder in the pieces that the phases of a step call."""
+
+from flax import nnx
+
+from jaxforge.models.decoder import Decoder
+from jaxforge.ops.embedding import embed, table_rows
+from jaxforge.parallel.pipeline.pieces import Parts
+
+
+def decoder_parts(decoder: Decoder) -> Parts:
+    """The pieces of an abstract decoder; `visual` is a table as `EncoderPhase` makes it, or None."""
+    placement = decoder.placement
+    layer_graph = nnx.graphdef(decoder.layers)
+    ends_graph = nnx.graphdef(_without(decoder, "layers"))
+    layers_graph = nnx.graphdef(_without(decoder, "embedding_VD", "final_norm", "head_VD"))
+
+    def enter(ends, visual, microbatch):
+        merged = nnx.merge(ends_graph, ends)
+        tokens = None if visual is None else visual["tokens"]
+        x_BSD = merged.embed(microbatch["tokens"], tokens, microbatch.get("visual_index"), table_rows)
+        return merged.enter(x_BSD, microbatch.get("dropout_keys"))
+
+    def shared(microbatch):
+        return decoder.angles(microbatch["positions"]), microbatch["segment_ids"], microbatch.get("dropout_keys")
+
+    def layer(weights, x_BSD, shared, number):
+        angles_BSR, segment_ids_BS, dropout_keys_B2 = shared
+        return nnx.merge(layer_graph, weights)(x_BSD, angles_BSR, segment_ids_BS, number, dropout_keys_B2)
+
+    def layers(weights, x_BSD, visual, microbatch):
+        return nnx.merge(layers_graph, {"layers": weights}).run_layers(
+            x_BSD,
+            microbatch["positions"],
+            microbatch["segment_ids"],
+            None if visual is None else visual.get("features"),
+            microbatch.get("visual_index"),
+            microbatch.get("dropout_keys"),
+            table_rows,
+        )
+
+    def add_feature(visual, x_BSD, microbatch, number):
+        return x_BSD + decoder.place(visual["features"][number], microbatch["visual_index"], table_rows)
+
+    def leave(ends, x_BSD, microbatch):
+        merged = nnx.merge(ends_graph, ends)
+        return merged.loss(merged.leave(x_BSD), microbatch["targets"])
+
+    def score(ends, x_BSD, microbatch):
+        merged = nnx.merge(ends_graph, ends)
+        return merged.score(merged.leave(x_BSD), microbatch["targets"])
+
+    def look_up(ends, microbatch, first_row):
+        # an id outside of these rows gives 0
+        return embed(ends["embedding_VD"], microbatch["tokens"] - first_row, placement)
+
+    def fill(x_BSD, visual, microbatch):
+        tokens = None if visual is None else visual["tokens"]
+        filled_BSD = decoder.fill(x_BSD, tokens, microbatch.get("visual_index"), table_rows)
+        return decoder.enter(filled_BSD, microbatch.get("dropout_keys"))
+
+    def normed(ends, x_BSD):
+        return nnx.merge(ends_graph, ends).final_norm(x_BSD)
+
+    head = "embedding_VD" if decoder.tied else "head_VD"
+    return Parts(enter, shared, layer, layers, add_feature, leave, score, look_up, fill, normed, head)
+
+
+def _without(module: nnx.Module, *names: str) -> nnx.Module:
+    """A copy that lacks some of its parts."""
+    copy = nnx.clone(module)
+    for name in names:
+        if hasattr(copy, name):
+            delattr(copy, name)
+    return copy

@@ -1,0 +1,189 @@
+"""A step in phases: all images encoded, then the decoder, then the gradient back through the encoder.
+
+The decoder goes through the pipeline, or without one through the microbatches in turn.  This is the way of every step
+with a pipeline, and of every step whose devices encode different images; other steps have no phases
+(`jaxforge.training.step.make_gradients`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES
+from jaxforge.data.rows import PATCH_KEYS
+from jaxforge.optim.paths import join
+from jaxforge.parallel.encoder import ENCODER_MODULES, STAGE, EncoderPhase
+from jaxforge.parallel.pipeline.engine import Pipeline
+from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Weights, no_gradient
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """What a step in phases consists of.
+
+    Attributes:
+      mesh: the devices.
+      parts: the decoder's pieces.
+      pipeline: number of microbatches -> the engine; None without a pipeline, where `parts.layers` runs all layers.
+      encoder: the encoder's phase, or None for a language model.
+      count: patch and text arrays of this rank's rows -> counts to be summed over data parallel ranks; of these,
+        "images" differ between stages where these encode different ones.
+      z_loss_coefficient: weight of the squared log-sum-exp.
+      vocabulary_lies_over_stages: whether each stage holds a part of embedding and head.
+    """
+
+    mesh: Mesh
+    parts: Parts
+    pipeline: Callable[[int], Pipeline] | None
+    encoder: EncoderPhase | None
+    count: Callable[[Tree], dict[str, jax.Array]]
+    z_loss_coefficient: float
+    vocabulary_lies_over_stages: bool
+
+    def gradients(self, trainable: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """(gradients, sums) as `make_gradients` gives them; parameters are in the compute dtype."""
+        in_specs = (self._specs(trainable), self._specs(frozen), self._batch_specs(batch))
+        out_specs = (self._specs(trainable), PartitionSpec())
+        return self._over_mesh(self._gradients, in_specs, out_specs)(trainable, frozen, batch)
+
+    def scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(loss sum, target tokens, predicted tokens [M, B, S]) as `make_scoring` gives them."""
+        in_specs = (self._specs(parameters), self._batch_specs(batch))
+        out_specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(None, DATA_AXES))
+        return self._over_mesh(self._scores, in_specs, out_specs)(parameters, batch)
+
+    def _gradients(self, trainable: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        layers, ends = _decoder_weights(trainable, frozen)
+        encoder = Weights(*(_encoder_modules(tree) for tree in (trainable, frozen)))
+        text, patches = self._text_and_patches(batch)
+        visual = self.encoder.forward(join(*encoder), patches) if self.encoder else None
+        found = self._decoder_gradients(layers, ends, visual, text)
+        # what lies over the stages is each stage's own; of the rest each has found a part
+        own = {name for name in found.ends if self._lies_over_stages(("decoder", name))}
+        decoder = {
+            name: self._sum(tree, DATA_AXES if name in own else (STAGE, *DATA_AXES))
+            for name, tree in found.ends.items()
+        }
+        if layers.trainable:
+            decoder = decoder | {"layers": self._sum(found.layers, DATA_AXES)}
+        sums = {"decoder": decoder} if decoder else {}
+        if self.encoder and encoder.trainable:
+            sums = sums | self._sum(self.encoder.backward(*encoder, patches, found.visual), DATA_AXES)
+        counts = self._counts(batch)
+        loss, z = self._sum((found.loss, found.z), (STAGE, *DATA_AXES))
+        targets = jnp.maximum(counts["target_tokens"], 1)
+        return jax.tree.map(lambda g: g / targets, sums), {"loss": loss, "z": z} | counts
+
+    def _scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
+        layers, ends = _decoder_weights({}, parameters)
+        text, patches = self._text_and_patches(batch)
+        visual = self.encoder.forward(_encoder_modules(parameters), patches) if self.encoder else None
+        if self.pipeline is not None:
+            loss, tokens_MBS = self.pipeline(text["tokens"].shape[0]).score(layers, ends, visual, text)
+        else:
+
+            def one(total, microbatch):
+                x_BSD = self._hidden(layers.frozen, ends.frozen, visual, microbatch)
+                loss, tokens_BS = self.parts.score(ends.frozen, x_BSD, microbatch)
+                return total + loss, tokens_BS
+
+            loss, tokens_MBS = lax.scan(one, jnp.zeros((), jnp.float32), text)
+        # the last stage has the loss and the tokens, the others have zeros
+        loss, tokens_MBS = self._sum(loss, (STAGE, *DATA_AXES)), self._sum(tokens_MBS, (STAGE,))
+        return loss, self._counts(batch)["target_tokens"], tokens_MBS
+
+    def _decoder_gradients(self, layers: Weights, ends: Weights, visual: Tree, batch: Tree) -> Gradients:
+        if self.pipeline is not None:
+            return self.pipeline(batch["tokens"].shape[0]).gradients(layers, ends, visual, batch)
+
+        def objective(trained, microbatch):
+            trained_layers, trained_ends, visual = trained
+            whole_ends = join(trained_ends, ends.frozen)
+            x_BSD = self._hidden(join(trained_layers, layers.frozen), whole_ends, visual, microbatch)
+            loss, z = self.parts.leave(whole_ends, x_BSD, microbatch)
+            return loss + self.z_loss_coefficient * z, (loss, z)
+
+        trained = (layers.trainable, ends.trainable, visual)
+
+        def accumulate(sums, microbatch):
+            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(trained, microbatch)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (grads, losses)), None
+
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), trained[:2])
+        scalar = jnp.zeros((), jnp.float32)
+        carry = ((*zeros, no_gradient(visual)), (scalar, scalar))
+        ((dlayers, dends, dvisual), losses), _ = lax.scan(accumulate, carry, batch)
+        return Gradients(dlayers, dends, dvisual, *losses)
+
+    def _hidden(self, layers: Tree, ends: Tree, visual: Tree, microbatch: Tree) -> jax.Array:
+        x_BSD = self.parts.enter(ends, visual, microbatch)
+        return self.parts.layers(layers, x_BSD, visual, microbatch)
+
+    def _text_and_patches(self, batch: Tree) -> tuple[Tree, Tree]:
+        """The arrays of the decoder, whose visual_index counts through the table, and those of the encoder."""
+        text = {key: array for key, array in batch.items() if key not in PATCH_KEYS}
+        patches = {key: array for key, array in batch.items() if key in PATCH_KEYS}
+        if self.encoder and not self.encoder.divided_axes:
+            # the loader counts through a row's own visual tokens; the table has those of all rows in turn
+            num_microbatches, num_rows, _ = text["visual_index"].shape
+            index_MBS = text["visual_index"]
+            first_MB = jnp.arange(num_microbatches * num_rows, dtype=jnp.int32).reshape(num_microbatches, num_rows)
+            offset_MB1 = first_MB[..., None] * self.encoder.visual_tokens(patches)
+            text = text | {"visual_index": jnp.where(index_MBS >= 0, index_MBS + offset_MB1, -1)}
+        return text, patches
+
+    def _counts(self, batch: Tree) -> dict[str, jax.Array]:
+        counts = self.count(batch)
+        if self.encoder and "images" in counts and STAGE in self.encoder.divided_axes:
+            counts["images"] = self._sum(counts["images"], (STAGE,))
+        return self._sum(counts, DATA_AXES)
+
+    def _sum(self, tree: Tree, axes: tuple[str, ...]) -> Tree:
+        """Summed over the axes of more than one device; XLA refuses a reduction over others alone."""
+        large = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return lax.psum(tree, large) if large else tree
+
+    def _batch_specs(self, batch: Tree) -> dict[str, PartitionSpec]:
+        divided = self.encoder.divided_axes if self.encoder else ()
+        patch_axes = (*DATA_AXES, STAGE) if STAGE in divided else DATA_AXES
+        return {key: PartitionSpec(None, patch_axes if key in PATCH_KEYS else DATA_AXES) for key in batch}
+
+    def _specs(self, tree: Tree) -> Tree:
+        """Over which manual axes parameters are sharded."""
+
+        def spec(path, _):
+            return PartitionSpec(STAGE) if self._lies_over_stages(tuple(key.key for key in path)) else PartitionSpec()
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def _lies_over_stages(self, path: tuple[str, ...]) -> bool:
+        """Whether a parameter's first dimension is sharded over stage: the decoder's stacks, perhaps its tables."""
+        if path[:2] == ("decoder", "layers"):
+            return True
+        return self.vocabulary_lies_over_stages and path in (("decoder", "embedding_VD"), ("decoder", "head_VD"))
+
+    def _over_mesh(self, f: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
+        return jax.shard_map(
+            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES), check_vma=False
+        )
+
+
+def _encoder_modules(tree: Tree) -> Tree:
+    return {name: tree[name] for name in ENCODER_MODULES if name in tree}
+
+
+def _decoder_weights(trainable: Tree, frozen: Tree) -> tuple[Weights, Weights]:
+    """The decoder's layers, and its other parameters."""
+    parts = [_layers_apart(tree.get("decoder", {})) for tree in (trainable, frozen)]
+    return Weights(*(layers for layers, _ in parts)), Weights(*(ends for _, ends in parts))
+
+
+def _layers_apart(decoder: Mapping[str, Tree]) -> tuple[Tree, Tree]:
+    return decoder.get("layers", {}), {name: tree for name, tree in decoder.items() if name != "layers"}

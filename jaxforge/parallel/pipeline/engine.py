@@ -1,0 +1,181 @@
+"""Interleaved 1F1B in one program: every rank runs this, at its own place in the tables of the schedule.
+
+A tick moves activations one rank on and gradients one rank back, then computes at most one chunk forward and one
+backward.  The grain is the unit: one layer, or a group that is recomputed together.  A unit's forward pass takes its
+`jax.vjp` and keeps the residuals in a pool until the backward pass of the same (microbatch, chunk); the slots are given
+out by lifetime (`buffers.py`), so memory doesn't grow with the number of microbatches.  Embedding and loss are computed
+by the ranks of the first and the last stage alone.  The last stage goes backward in the tick of its forward.
+
+All of it is manual over "stage" and the data axes, automatic over tensor.  A branch that only some ranks take may hold
+collectives over tensor, never over stage: the two permutes stay outside of every branch.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxforge.parallel.pipeline.buffers import Slots, visit_slots
+from jaxforge.parallel.pipeline.layout import PipelineLayout
+from jaxforge.parallel.pipeline.pieces import STAGE, Gradients, Parts, Unit, Weights, no_gradient, take
+from jaxforge.parallel.pipeline.residuals import Residuals
+from jaxforge.parallel.pipeline.schedule import Schedule
+from jaxforge.parallel.pipeline.ticks import Ticks
+from jaxforge.parallel.pipeline.vocabulary import Vocabulary
+
+Tree = Any
+
+
+class Pipeline:
+    """The engine for one layout and number of microbatches; called inside of a region that is manual over stage.
+
+    Args:
+      units_by_stage: the units of every stage.
+      z_loss_coefficient: weight of the squared log-sum-exp in the gradients.
+      join: two nested dicts -> their union.
+      vocabulary: where embedding and head lie over the stages, and all stages share their work; None where the first
+        and the last stage do it alone.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        layout: PipelineLayout,
+        schedule: Schedule,
+        units_by_stage: Sequence[tuple[Unit, ...]],
+        *,
+        z_loss_coefficient: float,
+        join: Callable[[Tree, Tree], Tree],
+        vocabulary: Vocabulary | None = None,
+    ):
+        self.parts, self.layout, self.schedule = parts, layout, schedule
+        self.z, self.join, self.vocabulary = z_loss_coefficient, join, vocabulary
+        self.makeups = list(dict.fromkeys(units_by_stage))
+        shape = (layout.virtual_stages, layout.pipeline_size)
+        makeup_S = np.array([self.makeups.index(units) for units in units_by_stage], np.int32)
+        self.makeup_RV = makeup_S.reshape(shape).T
+        self.first_layer_RV = np.array([s.first_layer for s in layout.stages], np.int32).reshape(shape).T
+        self._kinds = sorted({unit.kind for units in units_by_stage for unit in units})
+        self._slots: dict[tuple[int, bool], Slots] = {
+            kind: visit_slots(schedule, [sum(unit.kind == kind for unit in units) for units in units_by_stage])
+            for kind in self._kinds
+        }
+        self._residuals = {kind: Residuals() for kind in self._kinds}
+
+    def gradients(self, layers: Weights, ends: Weights, visual: Tree, batch: Tree) -> Gradients:
+        """The whole schedule, forward and backward.
+
+        Args:
+          layers: stacks [slots of this rank, ...].
+          ends: the decoder's other parameters, equal on all stages.
+          visual: what the encoder gave for all microbatches, or None.
+          batch: arrays [M, B, ...], equal on all stages.
+        """
+        tables = self._tables_of_this_rank()
+        x = self._abstract_activation(ends, visual, batch)
+        zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
+        scalar = jnp.zeros((), jnp.float32)
+        carry = {
+            "x": jnp.zeros(x.shape, x.dtype),
+            "dx": jnp.zeros(x.shape, x.dtype),
+            "pools": self._empty_pools(layers, x, batch),
+            "sums": Gradients(zeros(layers.trainable), zeros(ends.trainable), no_gradient(visual), scalar, scalar),
+        }
+        run = Ticks(self, layers, ends, visual, batch)
+        steps = (run.forward_only, run.both, run.backward_only)
+        for phase, step in zip(self.schedule.phases, steps, strict=True):
+            if phase.stop > phase.start:
+                rows = jax.tree.map(lambda table, phase=phase: table[phase], tables)
+                carry, _ = lax.scan(step, carry, rows)
+        return carry["sums"]
+
+    def score(self, layers: Weights, ends: Weights, visual: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """The forwards alone: this stage's part of the loss sum, and of the predicted tokens [M, B, S] int32."""
+        tables = self._tables_of_this_rank()
+        x = self._abstract_activation(ends, visual, batch)
+        carry = {
+            "x": jnp.zeros(x.shape, x.dtype),
+            "loss": jnp.zeros((), jnp.float32),
+            "tokens": jnp.zeros(batch["tokens"].shape, jnp.int32),
+        }
+        rows = jax.tree.map(lambda table: table[: self.schedule.forward_ticks], tables)
+        carry, _ = lax.scan(Ticks(self, layers, ends, visual, batch).score, carry, rows)
+        return carry["loss"], carry["tokens"]
+
+    def _tables_of_this_rank(self) -> Tree:
+        """This rank's columns of the schedule's tables, [T, ...] each."""
+        rank = lax.axis_index(STAGE)
+        tables = {
+            "forward": self.schedule.forward,
+            "backward": self.schedule.backward,
+            "write": {kind: slots.write for kind, slots in self._slots.items()},
+            "read": {kind: slots.read for kind, slots in self._slots.items()},
+        }
+        mine = jax.tree.map(lambda table: lax.dynamic_index_in_dim(jnp.asarray(table), rank, 1, False), tables)
+        return mine | {name: jnp.asarray(table_T) for name, table_T in self._ends_of_the_pipeline().items()}
+
+    def _ends_of_the_pipeline(self) -> dict[str, np.ndarray]:
+        """The microbatch, or -1, that enters the first stage in each tick, leaves the last, is back at the first."""
+        first, last = self.schedule.forward[:, 0], self.schedule.forward[:, -1]
+        back = self.schedule.backward[:, 0]
+        last_chunk = self.layout.virtual_stages - 1
+        return {
+            "entering": np.where(first[:, 1] == 0, first[:, 0], -1),
+            "leaving": np.where(last[:, 1] == last_chunk, last[:, 0], -1),
+            "back": np.where(back[:, 1] == 0, back[:, 0], -1),
+        }
+
+    def _abstract_activation(self, ends: Weights, visual: Tree, batch: Tree) -> jax.ShapeDtypeStruct:
+        whole = self.join(ends.trainable, ends.frozen)
+        return jax.eval_shape(self.parts.enter, whole, visual, jax.tree.map(lambda a: a[0], batch))  # of any rows
+
+    def _empty_pools(self, layers: Weights, x: jax.ShapeDtypeStruct, batch: Tree) -> Tree:
+        """A buffer [slots, ...] for each residual of each kind of unit."""
+        pools = {}
+        for kind in self._kinds:
+
+            def probe(layers, x, microbatch, layer, kind=kind):
+                weights = Weights(*(take(tree, 0, kind[0]) for tree in layers))
+                return self.unit_forward(kind, weights, x, self.parts.shared(microbatch), layer)[1]
+
+            microbatch = jax.tree.map(lambda a: a[0], batch)
+            kept = jax.eval_shape(probe, layers, x, microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+            pools[kind] = [jnp.zeros((self._slots[kind].num_slots, *one.shape), one.dtype) for one in kept]
+        return pools
+
+    def apply_unit(self, kind: tuple[int, bool], weights: Tree, x: jax.Array, shared: Tree, layer: Any) -> jax.Array:
+        """A unit's layers, the first of which is number `layer`; `weights` are as `take` gives them."""
+        num_layers, is_recomputed = kind
+
+        def several(weights, x):
+            if num_layers == 1:
+                return self.parts.layer(weights, x, shared, layer)
+
+            def one(x, weights_and_number):
+                weights, number = weights_and_number
+                return self.parts.layer(weights, x, shared, number), None
+
+            return lax.scan(one, x, (weights, layer + jnp.arange(num_layers)))[0]
+
+        return (jax.checkpoint(several, prevent_cse=False) if is_recomputed else several)(weights, x)
+
+    def unit_forward(
+        self, kind: tuple[int, bool], weights: Weights, x: jax.Array, shared: Tree, layer: Any
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The unit's output, and the residuals that must be kept."""
+
+        def apply(trainable, x):
+            return self.apply_unit(kind, self.join(trainable, weights.frozen), x, shared, layer)
+
+        y, vjp = jax.vjp(apply, weights.trainable, x)
+        return y, self._residuals[kind].split(vjp, jax.tree.leaves((weights, shared, layer)))
+
+    def unit_backward(
+        self, kind: tuple[int, bool], weights: Weights, kept: list[jax.Array], shared: Tree, layer: Any, dy: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """Gradients of the unit's trainable parameters, and of its input."""
+        return self._residuals[kind].rebuild(kept, jax.tree.leaves((weights, shared, layer)))(dy)

@@ -1,0 +1,158 @@
+"""What the pipeline engine computes with: units of layers, weights, gradients, and the parts of a decoder."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree = Any
+STAGE = "stage"
+
+
+class Unit(NamedTuple):
+    """Consecutive layers of a chunk that are computed together.
+
+    Attributes:
+      num_layers: more than one where a group is recomputed together.
+      is_recomputed: whether the backward pass computes the unit again from its input.
+      feature: number of the visual feature that is added to the unit's output, or None.
+    """
+
+    num_layers: int
+    is_recomputed: bool
+    feature: int | None = None
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Units of a kind have residuals of the same shapes, and share a pool."""
+        return self.num_layers, self.is_recomputed
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A decoder in the pieces that the pipeline calls, as pure functions of their parameters.
+
+    Attributes:
+      enter: (ends, visual, microbatch) -> x, what the first layer reads.
+      shared: microbatch -> arrays that every layer reads and that have no gradient.
+      layer: (layer parameters, x, shared, layer number) -> x.
+      layers: (stacks, x, visual, microbatch) -> x, all layers in turn with their features; without a pipeline.
+      add_feature: (visual, x, microbatch, number of the feature) -> x.
+      leave: (ends, x, microbatch) -> sums of cross-entropy and squared log-sum-exp.
+      score: (ends, x, microbatch) -> sum of cross-entropy, predicted tokens [B, S] int32.
+      look_up, fill, normed: `enter` and `leave` apart, for a vocabulary that lies over the stages: (ends, microbatch,
+        number of the table's first row) -> embeddings of the tokens that it has; (embeddings, visual, microbatch) -> x;
+        (ends, x) -> what the head reads.
+      head: the name of the head's table among the ends.
+
+    `ends` are the decoder's parameters beside the layers, `visual` the encoder's output (or None), a microbatch the
+    arrays of a batch without its first dimension.
+    """
+
+    enter: Callable[[Tree, Tree, Tree], jax.Array]
+    shared: Callable[[Tree], Tree]
+    layer: Callable[[Tree, jax.Array, Tree, jax.Array], jax.Array]
+    layers: Callable[[Tree, jax.Array, Tree, Tree], jax.Array]
+    add_feature: Callable[[Tree, jax.Array, Tree, int], jax.Array]
+    leave: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+    score: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+    look_up: Callable[[Tree, Tree, jax.Array], jax.Array]
+    fill: Callable[[jax.Array, Tree, Tree], jax.Array]
+    normed: Callable[[Tree, jax.Array], jax.Array]
+    head: str
+
+
+class Weights(NamedTuple):
+    """Parameters that train and parameters that don't, as two nested dicts of which either may be empty."""
+
+    trainable: Tree
+    frozen: Tree
+
+
+class Gradients(NamedTuple):
+    """fp32 sums over the microbatches of this data parallel rank; of `ends` and `visual`, this stage's part.
+
+    That of `visual` is in the table's dtype: a row is read by one token, so nothing is summed in it.
+    """
+
+    layers: Tree
+    ends: Tree
+    visual: Tree
+    loss: jax.Array
+    z: jax.Array
+
+
+def chunk_units(
+    num_layers: int, first_layer: int, *, recompute: tuple[tuple[int, int], ...], num_features: int
+) -> tuple[Unit, ...]:
+    """The units of a chunk.
+
+    Args:
+      first_layer: the chunk's first layer, counted over the decoder.
+      recompute: (layers, unit) runs, as `recompute_segments` gives for a chunk of this size.
+      num_features: visual features, which are added after the first layers of the decoder, one each: those layers are
+        units of their own.
+    """
+    units: list[Unit] = []
+    layer = first_layer
+    for count, unit in recompute:
+        left = count
+        while left:
+            is_tapped = layer < num_features
+            size = 1 if unit <= 1 or is_tapped else min(unit, left)
+            units.append(Unit(size, unit > 0, layer if is_tapped else None))
+            layer, left = layer + size, left - size
+    assert layer == first_layer + num_layers
+    return tuple(units)
+
+
+def take(tree: Tree, first: Any, count: int) -> Tree:
+    """`count` layers of stacks from place `first` on, [count, ...]; a single one without that dimension."""
+    if count == 1:
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, first, 0, keepdims=False), tree)
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count), tree)
+
+
+class UnitRun(NamedTuple):
+    """Equal units in a row: `length` of them, the first at layer `offset` of its chunk and number `first_of_kind`."""
+
+    unit: Unit
+    length: int
+    offset: int
+    first_of_kind: int
+
+
+def unit_runs(units: tuple[Unit, ...]) -> list[UnitRun]:
+    """The units of a chunk, equal ones together: each run is computed by one loop."""
+    runs, offset = [], 0
+    of_kind: dict[tuple[int, bool], int] = {}
+    for unit, group in itertools.groupby(units):
+        count = len(list(group))
+        runs.append(UnitRun(unit, count, offset, of_kind.get(unit.kind, 0)))
+        of_kind[unit.kind] = of_kind.get(unit.kind, 0) + count
+        offset += count * unit.num_layers
+    return runs
+
+
+def no_gradient(visual: Tree) -> Tree:
+    """What the gradient of a table of visual tokens is summed in."""
+    return jax.tree.map(jnp.zeros_like, visual)
+
+
+def add(sums: Tree, more: Tree) -> Tree:
+    """The sums with more gradients added, in the dtype of the sums."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
+
+
+def add_at(sums: Tree, more: Tree, first: jax.Array, count: int) -> Tree:
+    """Adds the gradients of `count` layers, as `take` would give them, at their place in the stacks."""
+
+    def one(a, b):
+        old = lax.dynamic_slice_in_dim(a, first, count)
+        return lax.dynamic_update_slice_in_dim(a, old + b.astype(a.dtype).reshape(old.shape), first, 0)
+
+    return jax.tree.map(one, sums, more)

@@ -1,0 +1,100 @@
+"""Embedding and loss shared by all stages: the vocabulary sharded over stage as well as tensor.
+
+Each stage holds an equal part of the rows of embedding and head, so no stage carries them alone.  In the tick in which
+a microbatch enters the first stage all stages look its tokens up, and in the tick in which it leaves the last stage all
+compute their part of its logits; sums over stage put the parts together.  All stages do this in the same ticks, outside
+of every branch that only some of them take.
+
+The gradients of the loss are formed with it, so no logits are kept.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxforge.models.attention import RESIDUAL, WHOLE
+from jaxforge.ops.cross_entropy import IGNORE, MASKED
+from jaxforge.ops.placement import Placement
+
+STAGE = "stage"
+_LOGITS = (None, None, "vocab")
+# Tokens scored at a time, so that evaluation never holds [tokens, vocabulary] in fp32.
+_SCORE_CHUNK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The loss over tables whose rows [V / stages, D] lie on the stages in turn.
+
+    Attributes:
+      size: true rows of the whole table; padded ones never enter the loss.
+      placement: of the decoder, for the rows' layout over tensor.
+    """
+
+    size: int
+    placement: Placement
+
+    def first_row(self, table_vD: jax.Array) -> jax.Array:
+        """The number of this stage's first row."""
+        return lax.axis_index(STAGE) * table_vD.shape[0]
+
+    def loss_and_gradients(
+        self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array, z_loss_coefficient: float
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Sums of cross-entropy and squared log-sum-exp; gradients of (cross-entropy + coefficient x squares).
+
+        Args:
+          hidden_BSD: equal on all stages, laid out as the residual stream.
+
+        Returns:
+          (loss, z, dhidden [B, S, D] laid out like hidden, dhead [V / stages, D]); the first three equal on all stages.
+        """
+        whole_BSD = self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
+        logits_BSv, ids_v = self._logits(whole_BSD, head_vD)
+        max_BS = lax.pmax(logits_BSv.max(-1), STAGE)
+        lse_BS = max_BS + jnp.log(lax.psum(jnp.exp(logits_BSv - max_BS[..., None]).sum(-1), STAGE))
+        is_target_BSv = ids_v == targets_BS[..., None]
+        target_BS = lax.psum(jnp.where(is_target_BSv, logits_BSv, 0).sum(-1), STAGE)
+        counted_BS = targets_BS != IGNORE
+        loss = jnp.sum(jnp.where(counted_BS, lse_BS - target_BS, 0))
+        z = jnp.sum(jnp.where(counted_BS, jnp.square(lse_BS), 0))
+        weight_BS1 = (1 + 2 * z_loss_coefficient * lse_BS)[..., None]
+        dlogits_BSv = jnp.exp(logits_BSv - lse_BS[..., None]) * weight_BS1 - is_target_BSv
+        dlogits_BSv = jnp.where(counted_BS[..., None], dlogits_BSv, 0).astype(hidden_BSD.dtype)
+        # summed over tensor into the residual stream's layout first: under sequence parallelism a part each
+        dhidden_BSD = self.placement.constrain(jnp.einsum("BSv,vD->BSD", dlogits_BSv, head_vD), RESIDUAL)
+        return loss, z, lax.psum(dhidden_BSD, STAGE), jnp.einsum("BSv,BSD->vD", dlogits_BSv, whole_BSD)
+
+    def score(
+        self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of cross-entropy, and each token's most likely next token [B, S] int32 (the lowest id of a tie)."""
+        hidden_BSD = self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
+        B, S, D = hidden_BSD.shape
+        tokens = B * S
+        size = min(_SCORE_CHUNK, tokens)
+        padding = -tokens % size
+        hidden = jnp.pad(hidden_BSD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(-1, 1, size, D)
+        targets = jnp.pad(targets_BS.reshape(tokens), (0, padding), constant_values=IGNORE).reshape(-1, 1, size)
+
+        def one(hidden_and_targets):
+            hidden_BSD, targets_BS = hidden_and_targets
+            logits_BSv, ids_v = self._logits(hidden_BSD, head_vD)
+            max_BS = lax.pmax(logits_BSv.max(-1), STAGE)
+            lse_BS = max_BS + jnp.log(lax.psum(jnp.exp(logits_BSv - max_BS[..., None]).sum(-1), STAGE))
+            target_BS = lax.psum(jnp.where(ids_v == targets_BS[..., None], logits_BSv, 0).sum(-1), STAGE)
+            best_BSv = jnp.where(logits_BSv == max_BS[..., None], ids_v, jnp.iinfo(jnp.int32).max)
+            loss = jnp.sum(jnp.where(targets_BS != IGNORE, lse_BS - target_BS, 0))
+            return loss, lax.pmin(best_BSv.min(-1), STAGE)
+
+        losses, best = lax.map(one, (hidden, targets))
+        return losses.sum(), best.reshape(-1)[:tokens].reshape(B, S)
+
+    def _logits(self, hidden_BSD: jax.Array, head_vD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """This stage's logits [B, S, V / stages] in fp32, padded rows masked, and the ids of its rows."""
+        logits_BSv = jnp.einsum("BSD,vD->BSv", hidden_BSD, head_vD, preferred_element_type=jnp.float32)
+        ids_v = self.first_row(head_vD) + jnp.arange(head_vD.shape[0])
+        logits_BSv = self.placement.constrain(jnp.where(ids_v < self.size, logits_BSv, MASKED), _LOGITS)
+        return logits_BSv, ids_v

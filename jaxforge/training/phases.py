@@ -1,0 +1,72 @@
+"""From a config to the phases of its step."""
+
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxforge.cluster.mesh import TENSOR_AXES
+from jaxforge.config.schema import Config
+from jaxforge.models import VisionLanguageModel
+from jaxforge.optim.paths import join
+from jaxforge.parallel.decoder_parts import decoder_parts
+from jaxforge.parallel.encoder import ENCODER_MODULES, STAGE, EncoderPhase
+from jaxforge.parallel.phases import Phases
+from jaxforge.parallel.pipeline.choice import pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.engine import Pipeline
+from jaxforge.parallel.pipeline.schedule import make_schedule
+from jaxforge.parallel.pipeline.vocabulary import Vocabulary
+from jaxforge.training.step import count_tokens
+
+
+def divided_axes(config: Config) -> tuple[str, ...]:
+    """The mesh axes whose devices encode different images: those of the hetero DP mode, else none."""
+    if config.parallel.enable_full_hetero_dp:
+        return (STAGE, *TENSOR_AXES)
+    return TENSOR_AXES if config.parallel.enable_encoder_hetero_dp else ()
+
+
+def make_phases(config: Config, model: VisionLanguageModel, mesh: Mesh) -> Phases | None:
+    """The phases of a config's step; None where it needs none.  `model` is abstract."""
+    layout, divided = pipeline_layout(config), divided_axes(config)
+    if layout is None and not divided:
+        return None
+    parts, z_loss_coefficient = decoder_parts(model.decoder), config.loss.z_loss_coefficient
+    vocabulary = None
+    if config.parallel.vocabulary_parallel_over_pipeline:
+        vocabulary = Vocabulary(config.model.decoder.vocab_size, model.decoder.placement)
+
+    def pipeline(num_microbatches: int) -> Pipeline:
+        assert layout is not None
+        schedule = make_schedule(layout.pipeline_size, layout.virtual_stages, num_microbatches)
+        units = stage_units(config, layout)
+        return Pipeline(
+            parts,
+            layout,
+            schedule,
+            units,
+            z_loss_coefficient=z_loss_coefficient,
+            join=join,
+            vocabulary=vocabulary,
+        )
+
+    return Phases(
+        mesh=mesh,
+        parts=parts,
+        pipeline=pipeline if layout is not None else None,
+        encoder=_encoder_phase(config, model, mesh, divided) if model.has_encoder else None,
+        count=count_tokens,
+        z_loss_coefficient=z_loss_coefficient,
+        vocabulary_lies_over_stages=vocabulary is not None,
+    )
+
+
+def _encoder_phase(config: Config, model: VisionLanguageModel, mesh: Mesh, divided: tuple[str, ...]) -> EncoderPhase:
+    assert config.model.encoder is not None
+    alone = nnx.clone(model)
+    del alone.decoder
+    graph = nnx.graphdef(alone)
+
+    def encode(parameters, patches):
+        return nnx.merge(graph, {name: parameters[name] for name in ENCODER_MODULES}).encode(patches)
+
+    return EncoderPhase(encode, mesh, config.model.encoder.spatial_merge_size**2, divided)
