@@ -1,6 +1,8 @@
 """A model's parameters by path and layer, wherever they lie: what conversion, loading and export read from.
 
-Everything is read one layer of one parameter at a time, so that host memory doesn't grow with the model.
+Everything is read one layer of one parameter at a time, so that host memory doesn't grow with the model.  Readers count
+the layers of the model from 0, whatever pipeline the parameters are laid out for: `order` says where a layer lies, as
+`jaxforge.parallel.pipeline.choice.layer_order` gives it.
 """
 
 import functools
@@ -11,12 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.models import VisionLanguageModel
+from jaxforge.parallel.pipeline.choice import is_over_stages
 
 Tree = Any
+# The decoder layer in each place of its stacks, -1 in an unused one; None where all layers lie in turn.
+LayerOrder = tuple[int, ...] | None
 # Modules that `jaxforge.models.parameters.stack` makes: their parameters have a leading dimension of layers.
 _STACKS = ("layers", "deepstack")
 
@@ -25,7 +31,8 @@ class ArrayReader(Protocol):
     """Parameters that can be read piece by piece.
 
     Attributes:
-      shapes: path, such as "decoder/layers/mlp/up_DF", to the shape of the whole parameter, [layers, ...] in a stack.
+      shapes: path, such as "decoder/layers/mlp/up_DF", to the shape of the whole parameter without a pipeline,
+        [layers, ...] in a stack.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -45,13 +52,29 @@ def is_stacked(path: str) -> bool:
 
 
 def layers_of(path: str, shape: tuple[int, ...]) -> Iterator[int | None]:
-    """The pieces that a parameter is read in."""
+    """The pieces that a parameter is read in; `shape` is as an ArrayReader gives it."""
     yield from range(shape[0]) if is_stacked(path) else (None,)
 
 
 def piece_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of one piece."""
     return shape[1:] if is_stacked(path) else shape
+
+
+def shape_in_turn(path: str, shape: tuple[int, ...], order: LayerOrder) -> tuple[int, ...]:
+    """The shape without a pipeline, [num_layers, ...] in a stack, of an array that has `shape` in `order`."""
+    return shape if order is None or not is_over_stages(path) else (max(order) + 1, *shape[1:])
+
+
+def place_of(path: str, layer: int | None, order: LayerOrder) -> int | None:
+    """Where a layer lies in the stack of a parameter; None for one that isn't stacked."""
+    return layer if order is None or layer is None or not is_over_stages(path) else order.index(layer)
+
+
+def is_same_order(one: LayerOrder, other: LayerOrder) -> bool:
+    """Whether stacks in these orders are the same arrays."""
+    first, second = (None if order == tuple(range(len(order or ()))) else order for order in (one, other))
+    return first == second
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
@@ -78,46 +101,61 @@ def abstract_parameters(model: ModelConfig) -> Tree:
     return nnx.to_pure_dict(graph_and_state[1])
 
 
-def load(reader: ArrayReader, abstract: Tree, initial: Tree | None = None) -> Tree:
+def load(reader: ArrayReader, abstract: Tree, initial: Tree | None = None, order: LayerOrder = None) -> Tree:
     """The parameters on the devices, each device reading no more than one piece of one parameter at a time.
 
     Args:
-      abstract: nested dict of ShapeDtypeStruct: the shapes are the reader's; dtype and sharding are the result's.
+      abstract: nested dict of ShapeDtypeStruct, as the result is; the shapes are the reader's, but for `order`.
       initial: arrays of those shapes and shardings, which are donated; pieces that the reader lacks keep their values.
+      order: of the result.  Places that no layer uses hold zeros, or what `initial` has there.
     """
     wanted, given = flatten(abstract), flatten(initial) if initial is not None else {}
     for path in wanted.keys() - given.keys():
-        if not all(reader.has(path, layer) for layer in layers_of(path, wanted[path].shape)):
+        shape = shape_in_turn(path, wanted[path].shape, order)
+        if not all(reader.has(path, layer) for layer in layers_of(path, shape)):
             raise ValueError(f"{path} has no values: the weights lack it, or a layer of it, and `initial` has none")
-    return unflatten({path: _load_one(reader, path, leaf, given.get(path)) for path, leaf in wanted.items()})
+    return unflatten({path: load_one(reader, path, leaf, given.get(path), order) for path, leaf in wanted.items()})
 
 
-def _load_one(reader: ArrayReader, path: str, leaf: jax.ShapeDtypeStruct, initial: jax.Array | None) -> jax.Array:
+def load_one(
+    reader: ArrayReader,
+    path: str,
+    leaf: jax.ShapeDtypeStruct,
+    initial: jax.Array | None = None,
+    order: LayerOrder = None,
+) -> jax.Array:
+    """One array of those that `load` reads, with the same arguments for it alone."""
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if not is_stacked(path) and reader.has(path, None):
         return _on_devices(reader.read(path, None), sharding, leaf.dtype)
     whole = initial
     if whole is None:
-        whole = jax.jit(functools.partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=sharding)()
+        whole = _zeros(leaf.shape, leaf.dtype, sharding)()
     if not is_stacked(path):
         return whole
-    for layer in range(leaf.shape[0]):
+    for layer in layers_of(path, shape_in_turn(path, leaf.shape, order)):
         if reader.has(path, layer):
             piece = _on_devices(reader.read(path, layer), _of_a_layer(sharding), leaf.dtype)
-            whole = _set_layer(whole, piece, layer)
+            whole = _set_layer(whole, piece, place_of(path, layer, order))
             # transfers are asynchronous: unawaited, a whole model would pile up in host memory
             whole.block_until_ready()
     return whole
 
 
+@functools.lru_cache
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Any:
+    # compiled once for a parameter and its moments
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(whole, piece, layer):
-    return jax.lax.dynamic_update_index_in_dim(whole, piece, layer, 0)
+def _set_layer(whole, piece, place):
+    return lax.dynamic_update_index_in_dim(whole, piece, place, 0)
 
 
 def _on_devices(values: np.ndarray, sharding: Any, dtype: Any) -> jax.Array:
     return jax.make_array_from_callback(
-        values.shape, sharding, lambda index: np.ascontiguousarray(values[index]).astype(dtype)
+        values.shape, sharding, lambda index: np.asarray(values[index], dtype, order="C")
     )
 
 
@@ -134,28 +172,54 @@ class DeviceArrays:
     Args:
       parameters: nested dict of arrays.
       dtype: what pieces are converted to before they leave the device.
+      order: in which the decoder's layers lie.
     """
 
-    def __init__(self, parameters: Tree, dtype: Any):
+    def __init__(self, parameters: Tree, dtype: Any, order: LayerOrder = None):
         self._arrays = flatten(parameters)
-        self.shapes: Mapping[str, tuple[int, ...]] = {path: array.shape for path, array in self._arrays.items()}
-        self._dtype = jnp.dtype(dtype)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            path: shape_in_turn(path, array.shape, order) for path, array in self._arrays.items()
+        }
+        self._dtype, self._order = jnp.dtype(dtype), order
 
     def has(self, path: str, layer: int | None) -> bool:
         return path in self._arrays
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
-        array = self._arrays[path]
-        sharding = array.sharding
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        return np.asarray(_piece(mesh, self._dtype, layer is not None)(array, layer or 0).addressable_data(0))
+        array, place = self._arrays[path], place_of(path, layer, self._order)
+        read = _piece(array.sharding, self._dtype, is_layer=place is not None)
+        return np.asarray(read(array, place or 0).addressable_data(0))
 
 
 @functools.lru_cache
-def _piece(mesh: Mesh | None, dtype: Any, is_layer: bool) -> Any:
-    """(array, layer) -> the piece whole on every device, where each process can read it."""
+def _piece(sharding: Sharding, dtype: Any, is_layer: bool) -> Any:
+    """(array, place) -> the piece whole on every device, where each process can read it."""
 
-    def piece(array, layer):
-        return (jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) if is_layer else array).astype(dtype)
+    def piece(array, place):
+        return (_at(sharding, array, place) if is_layer else array).astype(dtype)
 
-    return jax.jit(piece, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    return jax.jit(piece, out_shardings=replicated)
+
+
+def _at(sharding: Sharding, stack: jax.Array, place: jax.Array) -> jax.Array:
+    """What lies in a place of a stack.  Of one that is cut over stages, no more than that leaves its stage.
+
+    XLA would gather the whole stack, because it doesn't know the place.
+    """
+    if sharding.shard_shape(stack.shape)[0] == stack.shape[0]:
+        return lax.dynamic_index_in_dim(stack, place, keepdims=False)
+    assert isinstance(sharding, NamedSharding)
+    axes, spec = sharding.spec[0], tuple(sharding.spec)
+
+    def at(stack, place):
+        own = place - lax.axis_index(axes) * stack.shape[0]
+        is_here = (own >= 0) & (own < stack.shape[0])
+        piece = lax.dynamic_index_in_dim(stack, own, keepdims=False)
+        # the sum of one piece and zeros as bits, so that -0 stays -0; NCCL adds no integers of 16 bits
+        bits = lax.bitcast_convert_type(piece, f"uint{8 * stack.dtype.itemsize}")
+        found = lax.psum(jnp.where(is_here, bits.astype(jnp.uint32), 0), axes)
+        return lax.bitcast_convert_type(found.astype(bits.dtype), stack.dtype)
+
+    in_specs, out_spec = (PartitionSpec(*spec), PartitionSpec()), PartitionSpec(*spec[1:])
+    return jax.shard_map(at, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_spec)(stack, place)

@@ -11,8 +11,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxforge.checkpoint.arrays import is_stacked
+from jaxforge.checkpoint.arrays import LayerOrder, is_same_order, is_stacked, load_one, shape_in_turn
 from jaxforge.checkpoint.checksums import find_damage, write_checksums
+from jaxforge.checkpoint.stored import saved_order, state_arrays
 from jaxforge.config.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -82,12 +83,13 @@ class CheckpointManager:
         """The newest step that is complete on disk, whole or not; None if there is none."""
         return max(self._steps_on_disk(), default=None)
 
-    def restore(self, abstract_state: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore(self, abstract_state: Any, order: LayerOrder = None) -> tuple[int, Any, dict[str, Any]] | None:
         """The newest whole checkpoint, as (step, state, metadata), or None if there are no checkpoints.
 
         `abstract_state`: a pytree of jax.ShapeDtypeStruct with shardings, which the state returned has; they may differ
-        from those it was saved with.  A damaged checkpoint is passed over with a warning, and renamed to
-        `<step>.broken` once an older one turns out to be whole.
+        from those it was saved with.  So may `order`, in which the decoder's layers lie in it; the saved one is in
+        the metadata.  A damaged checkpoint is passed over with a warning, and renamed to `<step>.broken` once an older
+        one turns out to be whole.
 
         Raises ConfigError if the checkpoint is of another model, or if there are checkpoints and none is whole.
         """
@@ -106,15 +108,24 @@ class CheckpointManager:
                 f"no checkpoint in {self._directory} is whole; nothing was changed there\n{reasons}\n"
                 "start in another --workdir, or move this folder away to start again from step 0"
             )
+        metadata = self._orbax.restore(step, args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}))[_METADATA]
         # Before anything is renamed: a checkpoint of another model is a mistake of the command, not of the files.
-        self._check_tree(step, abstract_state)
+        self._check_tree(step, saved_order(metadata), abstract_state, order)
         for broken, reason in damage.items():
             self._set_aside(broken, reason, instead=step)
-        items = ocp.args.Composite(
-            **{_STATE: ocp.args.StandardRestore(abstract_state), _METADATA: ocp.args.JsonRestore()}
+        if is_same_order(saved_order(metadata), order):
+            items = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract_state)})
+            return step, self._orbax.restore(step, args=items)[_STATE], metadata
+        return step, self._read_by_layer(step, saved_order(metadata), abstract_state, order), metadata
+
+    def _read_by_layer(self, step: int, saved: LayerOrder, abstract_state: Any, order: LayerOrder) -> Any:
+        """The state of a checkpoint whose layers lie elsewhere; host memory holds one layer of one array at a time."""
+        _log.info("step %d: the decoder's layers lie in other places than in the checkpoint; read one by one", step)
+        shapes = {path: leaf.shape for path, leaf in _arrays_by_path(self._orbax.item_metadata(step)[_STATE]).items()}
+        arrays = state_arrays(self._directory / str(step) / _STATE, shapes, saved)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: load_one(arrays, _path_text(path), leaf, order=order), abstract_state
         )
-        restored = self._orbax.restore(step, args=items)
-        return step, restored[_STATE], restored[_METADATA]
 
     def _steps_on_disk(self) -> list[int]:
         return [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
@@ -153,13 +164,14 @@ class CheckpointManager:
             multihost_utils.sync_global_devices(f"set aside checkpoint {step}")
         self._orbax.reload()
 
-    def _check_tree(self, step: int, abstract_state: Any) -> None:
+    def _check_tree(self, step: int, saved_in: LayerOrder, abstract_state: Any, order: LayerOrder) -> None:
         """Raises ConfigError where the saved arrays aren't those of `abstract_state` by path, shape and dtype."""
-        saved = _arrays_by_path(self._orbax.item_metadata(step)[_STATE])
-        wanted = _arrays_by_path(abstract_state)
+        saved = _described(self._orbax.item_metadata(step)[_STATE], saved_in)
+        wanted = _described(abstract_state, order)
         differences = [
             f"  {path}: saved {saved.get(path, 'nothing')}, the config makes {wanted.get(path, 'nothing')}"
-            for path in sorted(saved.keys() | wanted.keys())
+            # parameters first: the optimizer's arrays follow from them
+            for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (path.startswith("optimizer/"), path))
             if saved.get(path) != wanted.get(path)
         ]
         if differences:
@@ -181,14 +193,18 @@ def _chunks(path: Any, _: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(shard_axes=(0,) if is_stacked(_path_text(path)) else ())
 
 
-def _arrays_by_path(tree: Any) -> dict[str, str]:
-    """Path to "dtype[shape]" of every array of a tree, whether of arrays, of abstract arrays or of Orbax's metadata."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
+def _described(tree: Any, order: LayerOrder) -> dict[str, str]:
+    """Path to "dtype[shape]" of every array of a tree, with the shape that it has without a pipeline."""
     return {
-        _path_text(path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-        for path, leaf in leaves
-        if hasattr(leaf, "shape")
+        path: f"{np.dtype(leaf.dtype).name}{list(shape_in_turn(path, leaf.shape, order))}"
+        for path, leaf in _arrays_by_path(tree).items()
     }
+
+
+def _arrays_by_path(tree: Any) -> dict[str, Any]:
+    """Path to leaf of every array of a tree, whether of arrays, of abstract arrays or of Orbax's metadata."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
+    return {_path_text(path): leaf for path, leaf in leaves if hasattr(leaf, "shape")}
 
 
 def _path_text(path: Any) -> str:

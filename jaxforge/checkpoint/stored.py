@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jaxforge.checkpoint.arrays import ArrayReader, is_stacked, layers_of
+from jaxforge.checkpoint.arrays import ArrayReader, LayerOrder, is_stacked, layers_of, place_of, shape_in_turn
 from jaxforge.checkpoint.checksums import find_damage, write_checksums
 from jaxforge.checkpoint.new_folder import new_folder
 from jaxforge.config import resolve
@@ -24,6 +24,8 @@ from jaxforge.config.schema import Config
 DESCRIPTION = "jaxforge_weights.json"
 HF_FILES = "hf"
 _WEIGHTS = "weights"
+# In a checkpoint's metadata, the LayerOrder of its state.  Layouts by FLOPs may come out otherwise in another version.
+LAYER_ORDER = "layer_order"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 26
 
@@ -33,12 +35,17 @@ class StoredArrays:
 
     Args:
       kvstore: of the folder that holds one array for each name.
-      names: path of a parameter -> (name of its array, its shape).
+      names: path of a parameter -> (name of its array, its shape there).
+      order: in which the decoder's layers lie there.
     """
 
-    def __init__(self, kvstore: Mapping[str, Any], names: Mapping[str, tuple[str, tuple[int, ...]]]):
-        self.shapes: Mapping[str, tuple[int, ...]] = {path: shape for path, (_, shape) in names.items()}
-        self._kvstore, self._names = kvstore, names
+    def __init__(
+        self, kvstore: Mapping[str, Any], names: Mapping[str, tuple[str, tuple[int, ...]]], order: LayerOrder = None
+    ):
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            path: shape_in_turn(path, shape, order) for path, (_, shape) in names.items()
+        }
+        self._kvstore, self._names, self._order = kvstore, names, order
 
     def has(self, path: str, layer: int | None) -> bool:
         return path in self._names
@@ -46,7 +53,8 @@ class StoredArrays:
     def read(self, path: str, layer: int | None) -> np.ndarray:
         # opened anew for each: nothing stays in memory
         array = ts.open(_zarr(self._kvstore, self._names[path][0]), open=True, read=True).result()
-        return np.asarray((array if layer is None else array[layer]).read().result())
+        place = place_of(path, layer, self._order)
+        return np.asarray((array if place is None else array[place]).read().result())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +170,30 @@ class RunCheckpoint:
         for kind in ("trainable", "frozen"):
             for path, shape in _shapes(saved.get(kind, {})):
                 names[path] = (_array_name(f"{kind}/{path}"), shape)
-        kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state.absolute()}/"}}
-        return cls(step, resolve(metadata["config"]), metadata.get("base"), StoredArrays(kvstore, names))
+        arrays = StoredArrays(_state_store(state), names, saved_order(metadata))
+        return cls(step, resolve(metadata["config"]), metadata.get("base"), arrays)
+
+
+def saved_order(metadata: Mapping[str, Any]) -> LayerOrder:
+    """In which order a checkpoint's stacks hold the decoder's layers, from its metadata."""
+    order = metadata.get(LAYER_ORDER)
+    return None if order is None else tuple(order)
+
+
+def state_arrays(state: Path, shapes: Mapping[str, tuple[int, ...]], order: LayerOrder) -> StoredArrays:
+    """All arrays of a checkpoint's state by their paths in it, such as "optimizer/1/mu/decoder/layers/mlp/up_DF".
+
+    Args:
+      state: the folder that Orbax wrote.
+      shapes: of the arrays there.
+    """
+    names = {path: (_array_name(path), shape) for path, shape in shapes.items()}
+    return StoredArrays(_state_store(state), names, order)
+
+
+def _state_store(state: Path) -> dict[str, Any]:
+    """The key-value store of an Orbax folder."""
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state.absolute()}/"}}
 
 
 def _shapes(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:

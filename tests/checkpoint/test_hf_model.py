@@ -217,6 +217,28 @@ def test_tokenizer_and_processor_go_along_and_neither_code_nor_weights_do(tmp_pa
     assert config_of(tmp_path / "hf")["model_type"] == "llama"
 
 
+def test_the_tokenizer_of_the_training_takes_the_place_of_the_sources(tmp_path):
+    source, other = changed(tmp_path / "source", "llama"), tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "merges.txt", "vocab.json", "chat_template.jinja", "preprocessor_config.json"):
+        (source / name).write_text("of the source")
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.py", "config.json", "preprocessor_config.json"):
+        (other / name).write_text("of the training")
+    export(tmp_path / "hf", opened(LLAMA), model_of(LLAMA), source=source, tokenizer=other)
+    texts = {file.name: file.read_text() for file in (tmp_path / "hf").iterdir() if "model" not in file.name}
+    assert config_of(tmp_path / "hf")["model_type"] == "llama" and texts.pop("config.json")
+    assert texts.pop("generation_config.json") == (source / "generation_config.json").read_text()
+    assert texts == {
+        "tokenizer.json": "of the training",
+        "tokenizer_config.json": "of the training",
+        "preprocessor_config.json": "of the source",
+    }
+    # weights that started at random have no source
+    export(tmp_path / "alone", opened(LLAMA), model_of(LLAMA), tokenizer=other)
+    assert (tmp_path / "alone" / "preprocessor_config.json").read_text() == "of the training"
+    assert config_of(tmp_path / "alone")["model_type"] == "llama" and not (tmp_path / "alone" / "tokenizer.py").exists()
+
+
 def test_a_folder_that_exists_is_not_touched(tmp_path):
     for target in (tmp_path / "folder", tmp_path / "file", tmp_path / "link"):
         if target.name == "folder":

@@ -48,6 +48,10 @@ class TensorFolder:
             return file.get_tensor(name)
 
     def _shards(self) -> list[Path]:
+        if not self.path.is_dir():
+            raise ConfigError(
+                f"{self.path} is no folder of this machine, and nothing is downloaded; name the folder of a checkpoint"
+            )
         if (self.path / SINGLE).is_file():
             return [self.path / SINGLE]
         if (self.path / INDEX).is_file():

@@ -31,6 +31,8 @@ MAPS: dict[str, ModuleType] = {
 }
 # What goes along with the weights: tokenizer, processors, generation settings.  Never code, never pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "README*")
+# Of those, what a tokenizer is made of, with its chat template.
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 _NOT_COMPANIONS = ("config.json", "*.index.json", "*.safetensors")
 # Buffers that old releases saved, and that follow from config.json.
 _COMPUTED = ("*rotary_emb.inv_freq", "*masked_bias", "*.attn.bias")
@@ -171,6 +173,7 @@ def export(
     *,
     family: str | None = None,
     source: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     dtype: str = "bfloat16",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -183,6 +186,8 @@ def export(
       family: of FAMILIES; by default that of `source`, else the one that the model's kinds are of.
       source: the Hugging Face folder that the weights came from: its config.json is the base of the new one, its tensor
         names are kept, and its tokenizer and processor files are copied.
+      tokenizer: the folder of another tokenizer, with which the weights were trained; its files take the place of
+        those of `source`; without a source its processor files go along too.
       dtype: bfloat16, float16 or float32.
 
     Raises:
@@ -203,8 +208,11 @@ def export(
         write_tensors(unfinished, shapes, dtype, read, shard_bytes)
         if unfinished is not None:
             (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-            if source is not None:
-                copy_companions(Path(source), unfinished)
+            companions = tokenizer if source is None else source
+            if companions is not None:
+                copy_companions(Path(companions), unfinished)
+            if tokenizer is not None:
+                _replace_tokenizer(Path(tokenizer), unfinished)
 
 
 def exported_config(
@@ -220,6 +228,16 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copies tokenizer, processor and generation files; neither weights nor code."""
     for file in sorted(source.iterdir()):
         if file.is_file() and _matches(file.name, _COMPANIONS) and not _matches(file.name, _NOT_COMPANIONS):
+            shutil.copyfile(file, target / file.name)
+
+
+def _replace_tokenizer(source: Path, target: Path) -> None:
+    """Puts a tokenizer's files in the place of those that are there."""
+    for file in target.iterdir():
+        if _matches(file.name, _TOKENIZER):
+            file.unlink()
+    for file in sorted(source.iterdir()):
+        if file.is_file() and _matches(file.name, _TOKENIZER) and _matches(file.name, _COMPANIONS):
             shutil.copyfile(file, target / file.name)
 
 
