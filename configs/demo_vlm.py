@@ -15,6 +15,9 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.model = model_config("demo_vlm_tiny")
     config.parallel.tensor_model_parallel_size = 2
+    config.parallel.pipeline_model_parallel_size = 2
+    config.parallel.pipeline_model_parallel_layout = "Ett|tL"
+    config.parallel.enable_full_hetero_dp = True
     config.model.encoder.tensor_model_parallel_size = 1
     config.data.source = "digits"
     config.data.max_patches_per_row = 80

@@ -18,6 +18,8 @@ def get_config() -> ConfigDict:
     config.model = model_config("qwen2_5_vl_7b")
     config.parallel.tensor_model_parallel_size = 4
     config.parallel.sequence_parallel = True
+    config.parallel.pipeline_model_parallel_size = 2
+    config.parallel.enable_full_hetero_dp = True
     config.memory.recompute_granularity = "full"
     config.memory.recompute_method = "uniform"
     config.memory.recompute_num_layers = 1
