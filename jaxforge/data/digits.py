@@ -81,6 +81,8 @@ class DigitsSource:
         self._eval_samples = config.data.eval_samples
         self._digits = digit_images(split)
         self._factor = self._encoder.patch_size * self._encoder.spatial_merge_size
+        # a row is planned to know its cost, and again to be made
+        self._row_plans = functools.lru_cache(maxsize=256)(self._find_plans)
 
     def sample(self, index: int) -> Sample:
         """One sample."""
@@ -107,20 +109,29 @@ class DigitsSource:
 
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Row `index`: samples from `index * seq_length` on, until no more fit; no two rows share a sample."""
+        return pack_row([self.document(self._draw(plan)) for plan in self._row_plans(index)], self.row_format)
+
+    def costs(self, first: int, count: int) -> np.ndarray:
+        """Patches of the rows `first` to `first + count - 1`: [count] float64; of tokens all have about as many."""
+        rows = [self._row_plans(index) for index in range(first, first + count)]
+        return np.array([sum(self._size(plan)[1] for plan in plans) for plans in rows], np.float64)
+
+    def _find_plans(self, index: int) -> tuple["_Plan", ...]:
+        """The samples of row `index`, before any is drawn."""
         first = index * self.row_format.seq_length
-        documents: list[Document] = []
+        plans: list[_Plan] = []
         tokens = patches = passed = 0
         for number in range(first, first + self.row_format.seq_length):
             plan = self._plan(number)
             more_tokens, more_patches = self._size(plan)
             if self.row_format.holds(tokens + more_tokens, patches + more_patches):
-                documents.append(self.document(self._draw(plan)))
+                plans.append(plan)
                 tokens, patches = tokens + more_tokens, patches + more_patches
             elif passed == TRIES:
                 break
             else:
                 passed += 1
-        return pack_row(documents, self.row_format)
+        return tuple(plans)
 
     def eval_rows(self, rows_multiple: int = 1) -> tuple[list[dict[str, np.ndarray]], list[EvalDocument]]:
         """data.eval_samples samples packed into rows, and where each lies.

@@ -232,3 +232,10 @@ def test_the_smallest_sufficient_row_holds_every_sample():
     source = DigitsSource(vision_config(train={"seq_length": 27}, data={"max_patches_per_row": 36}), "eval")
     assert min(source.row(index)["segment_ids"].max() for index in range(20)) >= 1
     source.eval_rows()
+
+
+def test_what_a_row_costs_are_its_patches():
+    source = DigitsSource(vision_config(), "train")
+    patches = [int((source.row(index)["patch_segments"] > 0).sum()) for index in range(3, 8)]
+    assert source.costs(3, 5).tolist() == patches
+    assert len(set(patches)) > 1
