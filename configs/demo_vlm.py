@@ -1,9 +1,9 @@
-"""Reads, counts and compares handwritten digits.  8 simulated devices: encoder TP 1, decoder TP 2, DP 4.
+"""Reads, counts and compares handwritten digits.  8 simulated devices: PP 2, TP 2, DP 2, full hetero DP of the encoder.
 
     python -m jaxforge.train --config=configs/demo_vlm.py --workdir=runs/demo
 
-1000 steps of about 60 questions, 5 minutes on 2 CPU cores with compilation and evaluation: eval/exact_match 0.973 on
-256 held-out samples; seeds 1 and 2 reach 0.980 (2026-11-30, jax 0.12.0.1).
+1000 steps of about 60 questions, 4 minutes on 2 shared CPU cores with compilation and evaluation: eval/exact_match
+0.984 on 256 held-out samples (2026-11-30, jax 0.12.0.1; without a pipeline 0.973 to 0.980 with seeds 0 to 2).
 """
 
 from ml_collections import ConfigDict

@@ -244,6 +244,7 @@ class _Run:
 
     def _compile(self, progress: Progress) -> tuple[Any, int]:
         """The compiled train step, and the bytes that it needs on each device."""
+        progress.say("compiling the train step")
         began = time.perf_counter()
         with missing_libraries_as_config_errors(self.backend):
             compiled: Any = self.program.train_step.lower(self.program.abstract_state, self.batches.shapes()).compile()
