@@ -13,7 +13,10 @@ from jaxforge.training.planning import DeviceBytes, MemoryParts, Pipeline, PlanR
 GIB = 2**30
 
 
-def report(peak_gib: int, *, collectives: tuple[Collective, ...] = ()) -> PlanReport:
+ONE_STAGE = Pipeline(1, 0.0, 1, [[0]])
+
+
+def report(peak_gib: int, *, collectives: tuple[Collective, ...] = (), pipeline: Pipeline = ONE_STAGE) -> PlanReport:
     """A report whose figures are whole GiB, on GPUs of 80 GiB."""
     temporary = peak_gib - 13
     return PlanReport(
@@ -25,7 +28,7 @@ def report(peak_gib: int, *, collectives: tuple[Collective, ...] = ()) -> PlanRe
         model_flops_per_step=8 * 989 * 10**12,
         tokens_per_step=65536,
         compile_seconds=1.0,
-        pipeline=Pipeline(1, 0.0, 1, [[0]]),
+        pipeline=pipeline,
         memory_parts=MemoryParts(4 * GIB, 8 * GIB, GIB, 6 * GIB, 2 * GIB, (temporary - 8) * GIB),
         reserve_bytes=2 * GIB,
         num_parameters=10**9,
@@ -74,18 +77,31 @@ def test_collectives_of_one_kind_over_the_same_axes_are_shown_together():
     assert "all-reduce replica no 1 1024.00 1.00" in lines
 
 
+def test_a_pipeline_is_told_in_a_line():
+    pipeline = Pipeline(ticks=22, bubble_fraction=3 / 19, max_chunks_in_flight=11, layers_by_rank=[[0, 3], [1], [2, 4]])
+    assert (
+        "pipeline of 3 ranks with 1 to 2 decoder layers each; schedule: 22 ticks, bubble 15.8%, at most 11 chunks in"
+        " flight on a rank"
+    ) in shown(report(33, pipeline=pipeline))
+    assert "pipeline" not in shown(report(33))
+
+
 def test_the_time_at_peak_is_flops_over_what_all_gpus_can_do():
     assert "1.00 s at the peak of 8 H100" in shown(report(33))
 
 
 def test_the_command_writes_the_figures_as_json(monkeypatch, tmp_path):
-    monkeypatch.setattr(planning, "plan", lambda config, topology, say: report(33))
+    monkeypatch.setattr(planning, "plan", lambda config, topology, say, picture: report(33))
     file = tmp_path / "p.json"
     arguments = ["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x8", f"--json={file}"]
     assert main(arguments) == 0
     figures = json.loads(file.read_text())
     assert figures["device_bytes"]["peak"] == 33 * GIB
     assert figures["fits"] is True
+
+
+PLAN = ["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x8"]
+PP_4 = ["--config.parallel.tensor_model_parallel_size=2", "--config.parallel.pipeline_model_parallel_size=4"]
 
 
 @pytest.mark.parametrize(
@@ -100,9 +116,27 @@ def test_the_command_writes_the_figures_as_json(monkeypatch, tmp_path):
             "can't be written",
         ),
         (["--config=configs/llama3_1_8b_pretrain.py", "--topology=h100:1x8", "--config.train.step=1"], "mean steps"),
+        ([*PLAN, "--picture=/nowhere/p.png"], "--picture=/nowhere/p.png can't be written"),
+        ([*PLAN, "--picture=p.pdf"], "--picture=.*p.pdf isn't a PNG file; name it p.png"),
+        (
+            [*PLAN, "--picture=p.png"],
+            r"the schedule \(.*p.png\) needs a pipeline.*=1; leave out --picture, or use more",
+        ),
+        (
+            [*PLAN, *PP_4, "--config.parallel.pipeline_model_parallel_layout=Et|t*10|t*11|t*11L"],
+            "places 33 decoder layers",
+        ),
+        (
+            [*PLAN, "--config.parallel.pipeline_model_parallel_size=4"],
+            "8 devices don't divide into groups of .*=4 x .*=4; use a pipeline of 1 or 2, or 16 devices",
+        ),
     ],
 )
-def test_what_the_user_can_mend_is_a_config_error_before_anything_is_compiled(arguments, message):
+def test_what_the_user_can_mend_is_a_config_error_before_anything_is_compiled(
+    monkeypatch, tmp_path, arguments, message
+):
+    monkeypatch.setattr(planning, "described_devices", lambda topology: pytest.fail("went on"))
+    arguments = [one.replace("--picture=p", f"--picture={tmp_path}/p") for one in arguments]
     with pytest.raises(ConfigError, match=message):
         main(arguments)
 

@@ -218,13 +218,14 @@ def test_evaluate_gives_the_accuracy_that_training_ended_with(tmp_path):
     assert output.splitlines()[-1] == in_training
 
 
-def test_two_processes_of_four_devices_train_like_one_of_eight(whole_run, tmp_path, unused_port):
-    flags = [TEXT, f"--workdir={tmp_path}", "--config.train.simulated_devices=4"]
+def in_two_processes(port: int, *flags: str) -> list[str]:
+    """A run of two processes of four devices each: what they printed."""
     processes = [
         start(
             "train",
             *flags,
-            JAXFORGE_COORDINATOR=f"127.0.0.1:{unused_port}",
+            "--config.train.simulated_devices=4",
+            JAXFORGE_COORDINATOR=f"127.0.0.1:{port}",
             JAXFORGE_NUM_PROCESSES="2",
             JAXFORGE_PROCESS_ID=str(rank),
         )
@@ -236,9 +237,34 @@ def test_two_processes_of_four_devices_train_like_one_of_eight(whole_run, tmp_pa
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
+    return outputs
+
+
+def test_two_processes_of_four_devices_train_like_one_of_eight(whole_run, tmp_path, unused_port):
+    outputs = in_two_processes(unused_port, TEXT, f"--workdir={tmp_path}")
     assert "8 x simulated CPU device in 2 processes" in outputs[0]
     alone, together = losses(whole_run[0]), losses(tmp_path)
     assert alone.keys() == together.keys()
+    for step, loss in alone.items():
+        assert together[step] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_pipeline_and_its_images_train_like_one(tmp_path, unused_port):
+    # a stage in each process: the images of a row are encoded in both
+    flags = [
+        DIGITS,
+        "--config.model.decoder.num_layers=3",
+        "--config.parallel.pipeline_model_parallel_size=2",
+        "--config.parallel.pipeline_model_parallel_layout=Et|ttL",
+        "--config.parallel.enable_full_hetero_dp=true",
+        "--config.train.steps=3",
+    ]
+    code, output = run("train", *flags, f"--workdir={tmp_path / 'one'}")
+    assert code == 0, output
+    in_two_processes(unused_port, *flags, f"--workdir={tmp_path / 'two'}")
+    alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert alone.keys() == together.keys() == {1, 2, 3}
     for step, loss in alone.items():
         assert together[step] == pytest.approx(loss, rel=1e-6)
 

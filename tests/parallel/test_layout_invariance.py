@@ -5,7 +5,6 @@ half of the layouts, and the two together all of them.  JAXFORGE_INVARIANCE_TABL
 largest deviation of each as a markdown table.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -13,15 +12,13 @@ import os
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from flax import nnx
+from one_device import Deviation, deviation, loss_and_gradients, loss_of
 from tiny_models import ENCODERS, microbatches, random_parameters, rows_of_many_kinds, tiny_config
 
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
-from jaxforge.training.program import build_program, make_model
+from jaxforge.training.program import build_program
 
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 Z_LOSS = 0.1
 NUM_ROWS = 4
 TABLE_PATH = os.environ.get("JAXFORGE_INVARIANCE_TABLE")
@@ -45,15 +42,6 @@ class Layout:
             f"{self.encoder}, encoder TP {self.encoder_tensor}, decoder TP {self.tensor}{sequence}, DP {self.data},"
             f" micro-batch {self.micro_batch}"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Deviation:
-    """Of the loss, relative; and of the gradient that deviates most, relative to its largest entry."""
-
-    loss: float
-    gradient: float
-    worst: str
 
 
 def tensor_layouts():
@@ -84,32 +72,12 @@ def table():
         Path(TABLE_PATH).write_text(markdown(deviations))
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    """Compiles while the next program is traced: compiling takes nearly all of the time.
-
-    The same threads for all tests: XLA's allocations in ever new threads add up to gigabytes.
-    """
-    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        yield pool
-
-
 @functools.cache
 def problem(encoder: str):
-    """Parameters, rows, and the loss and gradients of all rows at once on one device, without any shard_map."""
+    """Parameters, rows, and what one device computes from them."""
     config = tiny_config(encoder, loss=dict(z_loss_coefficient=Z_LOSS))
     parameters, rows = random_parameters(config), rows_of_many_kinds(config)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0))))
-    num_targets = np.sum(rows["targets"] != -100)
-
-    @jax.jit
-    @jax.value_and_grad
-    def objective(parameters):
-        loss, z = nnx.merge(graph, parameters).loss(rows)
-        return (loss + Z_LOSS * z) / num_targets
-
-    loss, gradients = objective(parameters)
-    return parameters, rows, float(loss), jax.tree.map(np.asarray, gradients)
+    return parameters, rows, *loss_and_gradients(config, parameters, rows)
 
 
 def lowered(layout: Layout):
@@ -128,21 +96,7 @@ def lowered(layout: Layout):
     batch = microbatches(rows, NUM_ROWS // (layout.data * layout.micro_batch))
     shardings = jax.tree.map(lambda shape: shape.sharding, program.abstract_state["trainable"])
     arguments = jax.device_put(parameters, shardings), jax.device_put(batch, program.batch_sharding)
-    return program.gradients.lower(*arguments), arguments
-
-
-def deviation(layout: Layout, gradients, sums) -> Deviation:
-    _, rows, expected_loss, expected = problem(layout.encoder)
-    loss = (float(sums["loss"]) + Z_LOSS * float(sums["z"])) / np.sum(rows["targets"] != -100)
-    relative = {}
-    for (path, gradient), reference in zip(
-        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
-    ):
-        name, largest = jax.tree_util.keystr(path, simple=True, separator="/"), np.abs(reference).max()
-        assert largest > 0, f"the reference gives {name} no gradient"
-        relative[name] = np.abs(np.asarray(gradient) - reference).max() / largest
-    worst = max(relative, key=relative.__getitem__)
-    return Deviation(abs(loss / expected_loss - 1), float(relative[worst]), worst)
+    return config, program.gradients.lower(*arguments), arguments
 
 
 @pytest.mark.timeout(900)  # four programs to compile
@@ -156,13 +110,15 @@ def test_every_layout_gives_the_loss_and_gradients_of_one_device(
     ]
     pending = []
     for layout in layouts:
-        program, arguments = lowered(layout)
-        pending.append((layout, compiler.submit(program.compile), arguments))
-    for layout, executable, arguments in pending:
-        table[layout] = deviation(layout, *executable.result()(*arguments))
+        config, program, arguments = lowered(layout)
+        pending.append((layout, config, compiler.submit(program.compile), arguments))
+    for layout, config, executable, arguments in pending:
+        gradients, sums = executable.result()(*arguments)
+        _, _, *expected = problem(layout.encoder)
+        assert jax.tree.structure(gradients) == jax.tree.structure(expected[1])
+        table[layout] = deviation(loss_of(config, sums), gradients, *expected)
     for layout in layouts:
-        assert table[layout].loss <= LOSS_TOLERANCE, f"{layout}: {table[layout]}"
-        assert table[layout].gradient <= GRADIENT_TOLERANCE, f"{layout}: {table[layout]}"
+        table[layout].assert_small(layout)
 
 
 def markdown(deviations: dict[Layout, Deviation]) -> str:

@@ -14,7 +14,8 @@ UNEVEN = layout(2, (3, 2, 2, 1))
 
 
 def test_stages_go_round_the_ranks():
-    assert [UNEVEN.stage_of(rank, chunk) for chunk in (0, 1) for rank in (0, 1)] == [0, 1, 2, 3]
+    assert UNEVEN.chunks_of_rank(0) == (UNEVEN.stages[0], UNEVEN.stages[2])
+    assert UNEVEN.chunks_of_rank(1) == (UNEVEN.stages[1], UNEVEN.stages[3])
     assert UNEVEN.virtual_stages == 2
     assert UNEVEN.layers_of_rank(0) == (0, 1, 2, 5, 6)
     assert UNEVEN.layers_of_rank(1) == (3, 4, 7)
@@ -33,23 +34,10 @@ def test_slots_follow_chunk_by_chunk_and_the_shorter_rank_has_unused_ones():
     assert UNEVEN.chunk_table.tolist() == [[[0, 3], [3, 2]], [[0, 2], [2, 1]]]
 
 
-def test_each_layer_knows_its_rank_and_slot():
-    ranks_and_slots = [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [0, 3], [0, 4], [1, 2]]
-    assert UNEVEN.slot_of_layer.tolist() == ranks_and_slots
-
-
 def test_an_empty_chunk_has_no_slot():
     empty_first = layout(2, (0, 2, 1, 0))
     assert empty_first.layer_order.tolist() == [[2, -1], [0, 1]]
     assert empty_first.chunk_table.tolist() == [[[0, 0], [0, 1]], [[0, 2], [2, 0]]]
-
-
-@pytest.mark.parametrize(
-    ("counts", "mtp_counts", "uniform"),
-    [((2, 2, 2, 2), (0, 0, 0, 0), True), ((3, 2, 2, 1), (0, 0, 0, 0), False), ((2, 2, 2, 2), (0, 0, 0, 1), False)],
-)
-def test_a_layout_is_uniform_where_all_chunks_hold_the_same(counts, mtp_counts, uniform):
-    assert layout(2, counts, mtp_counts).is_uniform == uniform
 
 
 def test_the_description_says_what_each_rank_holds():
@@ -83,6 +71,6 @@ def test_the_string_of_a_layout_is_short_and_shows_empty_stages(counts, mtp_coun
 
 
 def test_tables_cannot_be_changed():
-    for table in (UNEVEN.layer_order, UNEVEN.chunk_table, UNEVEN.slot_of_layer):
+    for table in (UNEVEN.layer_order, UNEVEN.chunk_table):
         with pytest.raises(ValueError, match="read-only"):
             table[0] = 0
