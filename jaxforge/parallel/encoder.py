@@ -24,9 +24,9 @@ from jaxforge.cluster.mesh import TENSOR_AXES
 from jaxforge.ops.placement import SINGLE_DEVICE, Placement
 from jaxforge.optim.paths import join
 from jaxforge.parallel.rules import SHARDED_OVER_TENSOR
+from jaxforge.parallel.stage_sums import STAGE, is_cpu, sum_over_stages, sum_scattered_over_stages
 
 Tree = Any
-STAGE = "stage"
 ENCODER_MODULES = ("encoder", "projector")
 
 
@@ -78,11 +78,11 @@ class EncoderPhase:
         if self.mesh.shape[STAGE] > 1:
             if STAGE in self.divided_axes:
                 dtable = {
-                    name: lax.psum_scatter(rows, STAGE, scatter_dimension=rows.ndim - 2, tiled=True)
+                    name: sum_scattered_over_stages(rows, rows.ndim - 2, is_cpu(self.mesh))
                     for name, rows in dtable.items()
                 }
             else:  # then every stage encodes all, and finds the same gradients
-                dtable = lax.psum(dtable, STAGE)
+                dtable = {name: sum_over_stages(rows, is_cpu(self.mesh)) for name, rows in dtable.items()}
 
         def rounds(trainable, frozen, patches, dtable):
             rounds_and_rows = jax.tree.leaves(patches)[0].shape[:2]

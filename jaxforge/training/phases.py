@@ -15,6 +15,7 @@ from jaxforge.parallel.pipeline.choice import pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.schedule import make_schedule
 from jaxforge.parallel.pipeline.vocabulary import Vocabulary
+from jaxforge.parallel.stage_sums import is_cpu
 from jaxforge.training.step import count_tokens
 
 
@@ -33,7 +34,7 @@ def make_phases(config: Config, model: VisionLanguageModel, mesh: Mesh) -> Phase
     parts, z_loss_coefficient = decoder_parts(model.decoder), config.loss.z_loss_coefficient
     vocabulary = None
     if config.parallel.vocabulary_parallel_over_pipeline:
-        vocabulary = Vocabulary(config.model.decoder.vocab_size, model.decoder.placement)
+        vocabulary = Vocabulary(config.model.decoder.vocab_size, model.decoder.placement, is_cpu(mesh))
 
     def pipeline(num_microbatches: int) -> Pipeline:
         assert layout is not None

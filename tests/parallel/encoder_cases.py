@@ -59,7 +59,7 @@ class Case:
         if self.ranks == 1:
             return ""
         per_chunk, layout = PIPELINES[self.ranks, self.chunks]
-        return layout if self.uneven else f"{per_chunk} layers each"
+        return layout if self.uneven else f"{per_chunk} layer{'s' if per_chunk > 1 else ''} each"
 
     @property
     def options(self) -> str:

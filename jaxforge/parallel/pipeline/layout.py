@@ -67,14 +67,6 @@ class PipelineLayout:
         last = self.num_stages - 1
         return tuple(Stage(*count, has_embedding=s == 0, has_loss=s == last) for s, count in enumerate(counts))
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all chunks hold the same number of layers, so that only embedding and loss tell stages apart."""
-        return len(set(zip(self.num_layers_by_stage, self.num_mtp_layers_by_stage, strict=True))) == 1
-
-    def stage_of(self, rank: int, chunk: int) -> int:
-        return chunk * self.pipeline_size + rank
-
     def chunks_of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages of a rank, chunk 0 first."""
         return self.stages[rank :: self.pipeline_size]
@@ -104,12 +96,6 @@ class PipelineLayout:
             held = self.layers_of_rank(rank)
             layers[rank, : len(held)] = held
         return _read_only(layers)
-
-    @functools.cached_property
-    def slot_of_layer(self) -> np.ndarray:
-        """Rank and slot of each decoder layer, the inverse of `layer_order`: [num_layers, 2] int32."""
-        used = np.argwhere(self.layer_order >= 0).astype(np.int32)
-        return _read_only(used[np.argsort(self.layer_order[tuple(used.T)])])
 
     def describe(self) -> str:
         """What each rank holds, chunks divided by `|`: a line per rank, for a person to read."""

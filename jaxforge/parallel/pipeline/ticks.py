@@ -91,12 +91,13 @@ class Ticks:
 
     def _entered_together(self, x: jax.Array, row: Tree) -> jax.Array:
         """x, on the first stage what enters it; as it is where the vocabulary is no matter of all stages."""
-        if self.vocabulary is None:
+        vocabulary = self.vocabulary
+        if vocabulary is None:
             return x
 
         def enter(x):
             microbatch = self._microbatch(row["entering"])
-            embedded = lax.psum(self._look_up(self.whole_ends, microbatch), STAGE)
+            embedded = vocabulary.sum(self._look_up(self.whole_ends, microbatch))
             return lax.cond(
                 self.rank == 0, lambda x: self.parts.fill(embedded, self.visual, microbatch), lambda x: x, x
             )
@@ -117,7 +118,7 @@ class Ticks:
                 return self.parts.normed(self.pipeline.join(trainable, self.ends.frozen), x)
 
             own_hidden, vjp = jax.vjp(normed, self.ends.trainable, x)
-            hidden = lax.psum(jnp.where(is_last, own_hidden, 0), STAGE)
+            hidden = vocabulary.sum(jnp.where(is_last, own_hidden, 0))
             targets = self._microbatch(row["leaving"])["targets"]
             head = self.whole_ends[self.parts.head]
             loss, z, dhidden, dhead = vocabulary.loss_and_gradients(hidden, head, targets, self.pipeline.z)
@@ -133,7 +134,8 @@ class Ticks:
 
     def _back_together(self, sums: Gradients, dx: jax.Array, row: Tree) -> Gradients:
         """The gradients of embedding and visual tokens, of the microbatch that is back at the first stage."""
-        if self.vocabulary is None:
+        vocabulary = self.vocabulary
+        if vocabulary is None:
             return sums
 
         def compute(sums, dx):
@@ -148,7 +150,7 @@ class Ticks:
             # linear both, so that any embeddings will do
             first_dx = jnp.where(self.rank == 0, dx, 0)
             dembedded, dvisual = jax.vjp(fill, jnp.zeros_like(dx), self.visual)[1](first_dx)
-            [dends] = jax.vjp(look_up, self.ends.trainable)[1](lax.psum(dembedded, STAGE))
+            [dends] = jax.vjp(look_up, self.ends.trainable)[1](vocabulary.sum(dembedded))
             return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))
 
         return lax.cond(row["back"] >= 0, compute, lambda sums, dx: sums, sums, dx)
@@ -161,7 +163,7 @@ class Ticks:
         assert vocabulary is not None
 
         def compute(loss, tokens):
-            hidden = lax.psum(jnp.where(is_last, self.parts.normed(self.whole_ends, x), 0), STAGE)
+            hidden = vocabulary.sum(jnp.where(is_last, self.parts.normed(self.whole_ends, x), 0))
             targets = self._microbatch(number)["targets"]
             one, predicted = vocabulary.score(hidden, self.whole_ends[self.parts.head], targets)
             predicted = jnp.where(is_last, predicted, 0)

@@ -17,8 +17,8 @@ from jax import lax
 from jaxforge.models.attention import RESIDUAL, WHOLE
 from jaxforge.ops.cross_entropy import IGNORE, MASKED
 from jaxforge.ops.placement import Placement
+from jaxforge.parallel.stage_sums import STAGE, sum_over_stages
 
-STAGE = "stage"
 _LOGITS = (None, None, "vocab")
 # Tokens scored at a time, so that evaluation never holds [tokens, vocabulary] in fp32.
 _SCORE_CHUNK = 1024
@@ -31,10 +31,16 @@ class Vocabulary:
     Attributes:
       size: true rows of the whole table; padded ones never enter the loss.
       placement: of the decoder, for the rows' layout over tensor.
+      on_cpu: whether the program is for CPU devices.
     """
 
     size: int
     placement: Placement
+    on_cpu: bool
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Over the stages."""
+        return sum_over_stages(x, self.on_cpu)
 
     def first_row(self, table_vD: jax.Array) -> jax.Array:
         """The number of this stage's first row."""
@@ -65,7 +71,7 @@ class Vocabulary:
         dlogits_BSv = jnp.where(counted_BS[..., None], dlogits_BSv, 0).astype(hidden_BSD.dtype)
         # summed over tensor into the residual stream's layout first: under sequence parallelism a part each
         dhidden_BSD = self.placement.constrain(jnp.einsum("BSv,vD->BSD", dlogits_BSv, head_vD), RESIDUAL)
-        return loss, z, lax.psum(dhidden_BSD, STAGE), jnp.einsum("BSv,BSD->vD", dlogits_BSv, whole_BSD)
+        return loss, z, self.sum(dhidden_BSD), jnp.einsum("BSv,BSD->vD", dlogits_BSv, whole_BSD)
 
     def score(
         self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array
