@@ -7,7 +7,14 @@ stay in their step, so the step's loss and gradients are the same sums.
 
 import numpy as np
 
-from jaxforge.config.derived import merged_patch_width, patches_per_full_image, projector_ffn_hidden_size
+from jaxforge.config.derived import patches_per_full_image
+from jaxforge.config.part_flops import (
+    decoder_layer_flops,
+    encoder_flops,
+    head_flops,
+    projector_flops,
+    window_patches,
+)
 from jaxforge.config.schema import Config
 
 
@@ -21,28 +28,13 @@ def document_costs(tokens_N: np.ndarray, patches_N: np.ndarray, config: Config) 
     """
     model, tokens_N, patches_N = config.model, tokens_N.astype(np.float64), patches_N.astype(np.float64)
     decoder = model.decoder
-    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
-    projections = 4 * width * (heads + decoder.num_query_groups * decoder.kv_channels)
-    layer = projections + 6 * width * decoder.ffn_hidden_size
-    costs_N = tokens_N * (decoder.num_layers * layer + 2 * width * decoder.vocab_size)
-    costs_N += tokens_N**2 * (2 * heads * decoder.num_layers)  # causal: half of 4 n^2
+    costs_N = tokens_N * (decoder.num_layers * decoder_layer_flops(decoder, tokens_N) + head_flops(decoder))
     encoder = model.encoder
     if encoder is None:
         return costs_N
-    width, heads = encoder.hidden_size, encoder.num_attention_heads * encoder.kv_channels
-    layer = 8 * width * heads + (6 if encoder.swiglu else 4) * width * encoder.ffn_hidden_size
-    embedding = 2 * width * encoder.in_channels * encoder.temporal_patch_size * encoder.patch_size**2
-    inner = projector_ffn_hidden_size(model)
-    merger = 2 * merged_patch_width(encoder) * inner + 2 * inner * decoder.hidden_size
-    mergers = (1 + len(encoder.deepstack_visual_indexes)) * merger / encoder.spatial_merge_size**2
-    costs_N += patches_N * (encoder.num_layers * layer + embedding + mergers)
     image_N = patches_N / np.maximum(1, np.ceil(patches_N / patches_per_full_image(encoder)))
-    whole_layers = encoder.num_layers
-    if encoder.model_type == "qwen2_5_vit":
-        whole_layers = len(encoder.fullatt_block_indexes)
-    window_N = np.minimum(image_N, (encoder.window_size // encoder.patch_size) ** 2)
-    seen_N = whole_layers * image_N + (encoder.num_layers - whole_layers) * window_N
-    return costs_N + patches_N * seen_N * (4 * heads)
+    per_patch_N = encoder_flops(encoder, image_N, np.minimum(image_N, window_patches(encoder)))
+    return costs_N + patches_N * (per_patch_N + projector_flops(model) / encoder.spatial_merge_size**2)
 
 
 def balanced_order(costs_R: np.ndarray, microbatches: int, ranks: int, rows_per_rank: int) -> np.ndarray:

@@ -26,10 +26,17 @@ model.encoder.image_size, in window layers to a full window.
 import dataclasses
 import re
 
-from jaxforge.config.derived import merged_patch_width, patches_per_full_image, projector_ffn_hidden_size
+from jaxforge.config.derived import patches_per_full_image
 from jaxforge.config.lora_rules import has_adapters
+from jaxforge.config.part_flops import (
+    decoder_layer_flops,
+    encoder_flops,
+    head_flops,
+    projector_flops,
+    window_patches,
+)
 from jaxforge.config.patterns import matches
-from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig, ModelConfig
+from jaxforge.config.schema import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,46 +71,20 @@ def model_flops_per_step(config: Config) -> int:
 def forward_flops_per_row(config: Config) -> RowFlops:
     """The formulas of the module docstring, for one row."""
     model, tokens = config.model, config.train.seq_length
-    decoder = tokens * _decoder_flops_per_token(model.decoder, tokens)
+    per_token = model.decoder.num_layers * decoder_layer_flops(model.decoder, tokens) + head_flops(model.decoder)
+    decoder = tokens * per_token
     if model.encoder is None:
         return RowFlops(encoder=0, projector=0, decoder=decoder)
     patches = config.data.max_patches_per_row
     assert patches is not None  # validate asks for it with an encoder
     visual_tokens = patches // model.encoder.spatial_merge_size**2
+    image = min(patches, patches_per_full_image(model.encoder))
+    window = min(image, window_patches(model.encoder))
     return RowFlops(
-        encoder=patches * _encoder_flops_per_patch(model.encoder, patches),
-        projector=visual_tokens * _projector_flops_per_visual_token(model),
+        encoder=patches * encoder_flops(model.encoder, image, window),
+        projector=visual_tokens * projector_flops(model),
         decoder=decoder,
     )
-
-
-def _decoder_flops_per_token(decoder: DecoderConfig, seq_length: int) -> int:
-    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
-    kv_heads = decoder.num_query_groups * decoder.kv_channels
-    projections = 2 * width * (heads + 2 * kv_heads) + 2 * heads * width
-    attention = 2 * heads * seq_length
-    feed_forward = 6 * width * decoder.ffn_hidden_size
-    return decoder.num_layers * (projections + attention + feed_forward) + 2 * width * decoder.vocab_size
-
-
-def _encoder_flops_per_patch(encoder: EncoderConfig, patches: int) -> int:
-    width, heads = encoder.hidden_size, encoder.num_attention_heads * encoder.kv_channels
-    channels = encoder.in_channels * encoder.temporal_patch_size * encoder.patch_size**2
-    whole = min(patches, patches_per_full_image(encoder))
-    seen = encoder.num_layers * whole
-    if encoder.model_type == "qwen2_5_vit":
-        num_whole = len(encoder.fullatt_block_indexes)
-        window = min(whole, (encoder.window_size // encoder.patch_size) ** 2)
-        seen = num_whole * whole + (encoder.num_layers - num_whole) * window
-    feed_forward = (6 if encoder.swiglu else 4) * width * encoder.ffn_hidden_size
-    return 2 * channels * width + encoder.num_layers * (8 * width * heads + feed_forward) + 4 * heads * seen
-
-
-def _projector_flops_per_visual_token(model: ModelConfig) -> int:
-    assert model.encoder is not None
-    inner = projector_ffn_hidden_size(model)
-    merger = 2 * merged_patch_width(model.encoder) * inner + 2 * inner * model.decoder.hidden_size
-    return (1 + len(model.encoder.deepstack_visual_indexes)) * merger
 
 
 def _what_trains(config: Config, module: str) -> tuple[bool, bool]:

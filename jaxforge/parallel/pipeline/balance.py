@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.model_schema import DecoderConfig
+from jaxforge.config.part_flops import decoder_layer_flops, head_flops
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.layout_string import FIELD
 
@@ -40,14 +41,11 @@ def flop_costs(decoder: DecoderConfig, seq_length: int, first_stage_flops: float
       seq_length: tokens of a row.
       first_stage_flops: of one row, for what else the first stage computes: an encoder and its projector.
     """
-    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
-    projections = 4 * width * (heads + decoder.num_query_groups * decoder.kv_channels)
-    layer = projections + 2 * heads * seq_length + 6 * width * decoder.ffn_hidden_size
-    head = 2 * width * decoder.vocab_size
+    layer, head = decoder_layer_flops(decoder, seq_length), head_flops(decoder)
     return StageCosts(
         embedding=first_stage_flops / (seq_length * layer),
         loss=head / layer,
-        mtp_layer=1 + (head + 4 * width**2) / layer,
+        mtp_layer=1 + (head + 4 * decoder.hidden_size**2) / layer,
     )
 
 

@@ -1,0 +1,52 @@
+"""Forward FLOPs of the parts of a model: what utilisation, balance of rows and balance of stages are reckoned with.
+
+Matrix products only, 2 FLOPs per multiply-add (Narayanan et al. 2021, arXiv:2104.04473, appendix).  The formulas are
+written out in `jaxforge.training.flops`.  How much a token or a patch attends to may be an array, of documents.
+"""
+
+import numpy as np
+
+from jaxforge.config.derived import merged_patch_width, projector_ffn_hidden_size
+from jaxforge.config.model_schema import DecoderConfig, EncoderConfig, ModelConfig
+
+
+def decoder_layer_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
+    """Of a decoder layer, per token of a document of so many tokens: causal, so that it attends to half of them."""
+    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
+    kv_heads = decoder.num_query_groups * decoder.kv_channels
+    projections = 2 * width * (heads + 2 * kv_heads) + 2 * heads * width
+    return projections + 2 * heads * length + 6 * width * decoder.ffn_hidden_size
+
+
+def head_flops(decoder: DecoderConfig) -> int:
+    """Of the output head, per token."""
+    return 2 * decoder.hidden_size * decoder.vocab_size
+
+
+def encoder_flops[Count: (int, np.ndarray)](encoder: EncoderConfig, image: Count, window: Count) -> Count:
+    """Of the encoder, per patch.
+
+    Args:
+      image, window: patches that a patch attends to in full-attention layers, and in window layers.
+    """
+    width, heads = encoder.hidden_size, encoder.num_attention_heads * encoder.kv_channels
+    channels = encoder.in_channels * encoder.temporal_patch_size * encoder.patch_size**2
+    seen = encoder.num_layers * image
+    if encoder.model_type == "qwen2_5_vit":
+        num_whole = len(encoder.fullatt_block_indexes)
+        seen = num_whole * image + (encoder.num_layers - num_whole) * window
+    feed_forward = (6 if encoder.swiglu else 4) * width * encoder.ffn_hidden_size
+    return 2 * channels * width + encoder.num_layers * (8 * width * heads + feed_forward) + 4 * heads * seen
+
+
+def window_patches(encoder: EncoderConfig) -> int:
+    """Patches of a full attention window."""
+    return (encoder.window_size // encoder.patch_size) ** 2
+
+
+def projector_flops(model: ModelConfig) -> int:
+    """Of the projector, per visual token."""
+    assert model.encoder is not None
+    inner = projector_ffn_hidden_size(model)
+    merger = 2 * merged_patch_width(model.encoder) * inner + 2 * inner * model.decoder.hidden_size
+    return (1 + len(model.encoder.deepstack_visual_indexes)) * merger
