@@ -7,14 +7,9 @@ devices encode the same images does that work several times, and takes the time 
 the decoder, rows have 128 tokens and 256 patches.
 """
 
-import os
+from steps import seconds_per_step
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
-from steps import seconds_per_step  # noqa: E402  (after the flags)
-
-from jaxforge.config.schema import (  # noqa: E402
+from jaxforge.config.schema import (
     Config,
     DataConfig,
     DecoderConfig,

@@ -7,14 +7,9 @@ is overhead (a rank that has nothing to do computes nothing).  16 microbatches o
 256.
 """
 
-import os
+from steps import seconds_per_step
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
-from steps import seconds_per_step  # noqa: E402  (after the flags)
-
-from jaxforge.config.schema import (  # noqa: E402
+from jaxforge.config.schema import (
     Config,
     DecoderConfig,
     MemoryConfig,

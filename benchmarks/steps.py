@@ -1,9 +1,14 @@
 """Times a train step on simulated CPU devices: what the benchmarks of layouts share."""
 
 import dataclasses
+import os
 import time
 
-import jax
+# before JAX is imported
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax  # noqa: E402
 
 from jaxforge.cluster import MeshLayout, build_mesh
 from jaxforge.config.derived import num_microbatches

@@ -15,6 +15,7 @@ from jaxforge.config.errors import ConfigError
 from jaxforge.config.hf_config import differences
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.config.schema import CheckpointConfig, Config, LoraConfig
+from jaxforge.models.decoder import VOCABULARY_TABLES
 from jaxforge.models.lora import A_SUFFIX, B_SUFFIX, adapter_scale, is_adapter
 
 
@@ -126,7 +127,8 @@ class PaddedArrays:
 
     def __init__(self, arrays: ArrayReader, model: ModelConfig):
         self._arrays = arrays
-        padded = {path: leaf.shape for path, leaf in flatten(abstract_parameters(model)).items() if _is_table(path)}
+        parameters = flatten(abstract_parameters(model))
+        padded = {path: leaf.shape for path, leaf in parameters.items() if path in VOCABULARY_TABLES}
         self.shapes: Mapping[str, tuple[int, ...]] = dict(arrays.shapes) | padded
 
     def has(self, path: str, layer: int | None) -> bool:
@@ -134,15 +136,10 @@ class PaddedArrays:
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
         values = self._arrays.read(path, layer)
-        if not _is_table(path):
+        if path not in VOCABULARY_TABLES:
             return values
         rows = self.shapes[path][0]
         return np.pad(values[:rows], ((0, max(0, rows - len(values))), (0, 0)))
-
-
-def _is_table(path: str) -> bool:
-    """Whether a parameter has a row for each token of the vocabulary."""
-    return path in ("decoder/embedding_VD", "decoder/head_VD")
 
 
 class MergedArrays:

@@ -18,6 +18,7 @@ from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config
 
 AXES = ("stage", "replica", "expert", "context", "tensor_outer", "tensor_inner")
+STAGE = "stage"
 DATA_AXES = ("replica", "expert")
 TENSOR_AXES = ("tensor_outer", "tensor_inner")
 MANUAL_AXES = ("stage", "replica", "expert", "context")
@@ -112,6 +113,14 @@ def mesh_layout(
         tensor_outer=tensor // inner,
         tensor_inner=inner,
     )
+
+
+def large_axes(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of more than one device.
+
+    XLA's partitioner refuses a reduction over manual axes when all of them have size 1.
+    """
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def node_of(device: Any) -> int:

@@ -18,6 +18,8 @@ from jaxforge.ops.cross_entropy import cross_entropy, score_tokens
 from jaxforge.ops.embedding import embed, gather_rows
 from jaxforge.ops.placement import Placement
 
+# Paths, in the whole model, of the parameters with a row for each token.
+VOCABULARY_TABLES = ("decoder/embedding_VD", "decoder/head_VD")
 # (visual tokens, their index [B, S], placement) -> [B, S, D]
 Lookup = Callable[[jax.Array, jax.Array, Placement], jax.Array]
 

@@ -4,6 +4,8 @@ The head is a [V, D] table whose rows may be sharded and are padded past the tru
 before any maximum or sum, so they never enter the loss and their gradient is 0.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,8 @@ from jaxforge.ops.placement import Placement
 
 IGNORE = -100
 MASKED = -1e30
+# Tokens scored at a time, so that evaluation never holds [tokens, vocabulary] in fp32.
+SCORE_CHUNK = 1024
 
 
 def cross_entropy(
@@ -40,7 +44,7 @@ def score_tokens(
     *,
     vocab_size: int,
     placement: Placement,
-    chunk: int = 1024,
+    chunk: int = SCORE_CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
     """For evaluation: the loss sum, and each token's most likely next token [B, S] int32 (the lowest id of a tie).
 
@@ -49,26 +53,34 @@ def score_tokens(
     axes = placement.axes("vocab")
 
     def local(hidden_BSD, head_vD, targets_BS):
-        B, S, D = hidden_BSD.shape
-        T = B * S
-        size = min(chunk, T)
-        padding = -T % size
-        hidden_TD = jnp.pad(hidden_BSD.reshape(T, D), ((0, padding), (0, 0))).reshape(-1, 1, size, D)
-        targets_T = jnp.pad(targets_BS.reshape(T), (0, padding), constant_values=IGNORE).reshape(-1, 1, size)
-
-        def one(args):
-            hidden, targets = args
-            loss, _, logits = _token_losses(hidden, head_vD, targets, vocab_size, axes)
+        def one(hidden_BSD, targets_BS):
+            loss, _, logits = _token_losses(hidden_BSD, head_vD, targets_BS, vocab_size, axes)
             best = lax.pmax(logits.max(-1), axes)
             first = lax.axis_index(axes) * head_vD.shape[0]
             here = jnp.where(logits.max(-1) == best, first + logits.argmax(-1), jnp.iinfo(jnp.int32).max)
-            return jnp.sum(jnp.where(targets != IGNORE, loss, 0)), lax.pmin(here.astype(jnp.int32), axes)
+            return jnp.sum(jnp.where(targets_BS != IGNORE, loss, 0)), lax.pmin(here.astype(jnp.int32), axes)
 
-        losses, tokens = lax.map(one, (hidden_TD, targets_T))
-        return losses.sum(), tokens.reshape(-1)[:T].reshape(B, S)
+        return score_in_chunks(one, hidden_BSD, targets_BS, chunk)
 
     in_names = [(None, None, None), ("vocab", None), (None, None)]
     return placement.island(local, in_names, [(), (None, None)])(hidden_BSD, head_VD, targets_BS)
+
+
+def score_in_chunks(
+    score: Callable, hidden_BSD: jax.Array, targets_BS: jax.Array, chunk: int = SCORE_CHUNK
+) -> tuple[jax.Array, jax.Array]:
+    """What `score` gives, `chunk` tokens at a time: the loss sum, and a number for each token [B, S].
+
+    `score`: (hidden [1, chunk, D], targets [1, chunk]) -> (loss sum, [1, chunk]).
+    """
+    B, S, D = hidden_BSD.shape
+    T = B * S
+    size = min(chunk, T)
+    padding = -T % size
+    hidden = jnp.pad(hidden_BSD.reshape(T, D), ((0, padding), (0, 0))).reshape(-1, 1, size, D)
+    targets = jnp.pad(targets_BS.reshape(T), (0, padding), constant_values=IGNORE).reshape(-1, 1, size)
+    losses, tokens = lax.map(lambda args: score(*args), (hidden, targets))
+    return losses.sum(), tokens.reshape(-1)[:T].reshape(B, S)
 
 
 def _token_losses(hidden_BSD, head_vD, targets_BS, vocab_size, axes):

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxforge.cluster.mesh import TENSOR_AXES
+from jaxforge.cluster.mesh import STAGE, TENSOR_AXES, large_axes
 from jaxforge.ops.placement import SINGLE_DEVICE, Placement
 from jaxforge.optim.paths import join
 from jaxforge.parallel.rules import SHARDED_OVER_TENSOR
-from jaxforge.parallel.stage_sums import STAGE, is_cpu, sum_over_stages, sum_scattered_over_stages
+from jaxforge.parallel.stage_sums import is_cpu, sum_over_stages, sum_scattered_over_stages
 
 Tree = Any
 ENCODER_MODULES = ("encoder", "projector")
@@ -69,7 +69,7 @@ class EncoderPhase:
 
         out_specs = _table_specs(self._names(parameters, patches))
         table = self._by_device(rounds, [PartitionSpec(), _rows_spec()], out_specs)(parameters, patches)
-        if STAGE in self._large(self.divided_axes):
+        if STAGE in large_axes(self.mesh, self.divided_axes):
             table = {name: lax.all_gather(rows, STAGE, axis=rows.ndim - 2, tiled=True) for name, rows in table.items()}
         return table
 
@@ -96,12 +96,12 @@ class EncoderPhase:
 
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), trainable)
             sums, _ = lax.scan(one, zeros, (patches, drounds))
-            tensor = self._large(TENSOR_AXES) if self.divided_axes else ()
+            tensor = large_axes(self.mesh, TENSOR_AXES) if self.divided_axes else ()
             return lax.psum(sums, tensor) if tensor else sums
 
         specs = [PartitionSpec(), PartitionSpec(), _rows_spec(), _table_specs(dtable)]
         sums = self._by_device(rounds, specs, PartitionSpec())(trainable, frozen, patches, dtable)
-        return lax.psum(sums, STAGE) if STAGE in self._large(self.divided_axes) else sums
+        return lax.psum(sums, STAGE) if STAGE in large_axes(self.mesh, self.divided_axes) else sums
 
     def visual_tokens(self, patches: Tree) -> int:
         """Visual tokens of a row of patches, padding included."""
@@ -122,10 +122,6 @@ class EncoderPhase:
         return jax.shard_map(
             f, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=set(TENSOR_AXES), check_vma=False
         )
-
-    def _large(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of more than one device: XLA refuses reductions over manual axes that all have size 1."""
-        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
 
 def _rows_spec() -> PartitionSpec:

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES
+from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.data.rows import PATCH_KEYS
-from jaxforge.optim.paths import join
-from jaxforge.parallel.encoder import ENCODER_MODULES, STAGE, EncoderPhase
+from jaxforge.models.decoder import VOCABULARY_TABLES
+from jaxforge.optim.paths import join, parameter_paths
+from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
+from jaxforge.parallel.pipeline.choice import is_over_stages
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Weights, no_gradient
 
@@ -66,7 +68,7 @@ class Phases:
         visual = self.encoder.forward(join(*encoder), patches) if self.encoder else None
         found = self._decoder_gradients(layers, ends, visual, text)
         # what lies over the stages is each stage's own; of the rest each has found a part
-        own = {name for name in found.ends if self._lies_over_stages(("decoder", name))}
+        own = {name for name in found.ends if self._lies_over_stages(f"decoder/{name}")}
         decoder = {
             name: self._sum(tree, DATA_AXES if name in own else (STAGE, *DATA_AXES))
             for name, tree in found.ends.items()
@@ -146,8 +148,7 @@ class Phases:
         return self._sum(counts, DATA_AXES)
 
     def _sum(self, tree: Tree, axes: tuple[str, ...]) -> Tree:
-        """Summed over the axes of more than one device; XLA refuses a reduction over others alone."""
-        large = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        large = large_axes(self.mesh, axes)
         return lax.psum(tree, large) if large else tree
 
     def _batch_specs(self, batch: Tree) -> dict[str, PartitionSpec]:
@@ -158,16 +159,14 @@ class Phases:
     def _specs(self, tree: Tree) -> Tree:
         """Over which manual axes parameters are sharded."""
 
-        def spec(path, _):
-            return PartitionSpec(STAGE) if self._lies_over_stages(tuple(key.key for key in path)) else PartitionSpec()
+        def spec(path):
+            return PartitionSpec(STAGE) if self._lies_over_stages(path) else PartitionSpec()
 
-        return jax.tree_util.tree_map_with_path(spec, tree)
+        return jax.tree.map(spec, parameter_paths(tree))
 
-    def _lies_over_stages(self, path: tuple[str, ...]) -> bool:
+    def _lies_over_stages(self, path: str) -> bool:
         """Whether a parameter's first dimension is sharded over stage: the decoder's stacks, perhaps its tables."""
-        if path[:2] == ("decoder", "layers"):
-            return True
-        return self.vocabulary_lies_over_stages and path in (("decoder", "embedding_VD"), ("decoder", "head_VD"))
+        return is_over_stages(path) or (self.vocabulary_lies_over_stages and path in VOCABULARY_TABLES)
 
     def _over_mesh(self, f: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
         return jax.shard_map(

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxforge.cluster.mesh import TENSOR_AXES
+from jaxforge.cluster.mesh import STAGE, TENSOR_AXES
 from jaxforge.ops.placement import Placement
 
 SHARDED_OVER_TENSOR = ("heads", "kv_heads", "ffn", "vocab", "width")
@@ -19,13 +19,13 @@ def decoder_placement(sequence_parallel: bool, visual_rows_are_divided: bool = F
     """
     names = [*SHARDED_OVER_TENSOR]
     names += ["residual_sequence"] * sequence_parallel + ["visual_rows"] * visual_rows_are_divided
-    rules = (*((name, TENSOR_AXES) for name in names), ("layers", ("stage",)))
+    rules = (*((name, TENSOR_AXES) for name in names), ("layers", (STAGE,)))
     return Placement(rules, TENSOR_AXES)
 
 
 def vocabulary_over_stages(placement: Placement) -> Placement:
     """The decoder's view of its parameters where embedding and head lie over stage as well as tensor."""
-    rules = dict(placement.rules) | {"vocab": ("stage", *TENSOR_AXES)}
+    rules = dict(placement.rules) | {"vocab": (STAGE, *TENSOR_AXES)}
     return Placement(tuple(rules.items()), placement.manual_axes)
 
 

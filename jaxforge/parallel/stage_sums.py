@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-STAGE = "stage"
+from jaxforge.cluster.mesh import STAGE
 
 
 def is_cpu(mesh: Mesh) -> bool:

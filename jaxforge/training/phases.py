@@ -1,15 +1,13 @@
 """From a config to the phases of its step."""
 
-
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxforge.cluster.mesh import TENSOR_AXES
+from jaxforge.cluster.mesh import STAGE, TENSOR_AXES
 from jaxforge.config.schema import Config
 from jaxforge.models import VisionLanguageModel
-from jaxforge.optim.paths import join
 from jaxforge.parallel.decoder_parts import decoder_parts
-from jaxforge.parallel.encoder import ENCODER_MODULES, STAGE, EncoderPhase
+from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
 from jaxforge.parallel.phases import Phases
 from jaxforge.parallel.pipeline.choice import pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.engine import Pipeline
@@ -46,7 +44,6 @@ def make_phases(config: Config, model: VisionLanguageModel, mesh: Mesh) -> Phase
             schedule,
             units,
             z_loss_coefficient=z_loss_coefficient,
-            join=join,
             vocabulary=vocabulary,
         )
 

@@ -137,7 +137,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     }
     dtype = compute_dtype(config, platform)
     make = functools.partial(make_model, config, attention_backend(config, platform), placements=placements)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+    graph, abstract = nnx.split(model)
     by_module = placements | {"projector": placements["encoder"]}
     if config.parallel.vocabulary_parallel_over_pipeline:
         by_module["decoder"] = vocabulary_over_stages(placements["decoder"])
@@ -206,7 +207,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def score_of(parameters, microbatch):
         return nnx.merge(graph, parameters).score(microbatch)
 
-    phases = make_phases(config, nnx.eval_shape(lambda: make(nnx.Rngs(params=0))), mesh)
+    phases = make_phases(config, model, mesh)
     if phases is None:
         gradients = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, dtype)
         scoring = make_scoring(score_of, mesh, dtype)

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES
+from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, large_axes
 from jaxforge.ops.cross_entropy import IGNORE
 from jaxforge.optim.paths import join
 
@@ -29,7 +29,7 @@ def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, dty
       dtype: of the forward and backward pass.  Parameters are cast once, before the microbatch loop.
     """
 
-    data_axes = axes_to_reduce(mesh)
+    data_axes = large_axes(mesh, DATA_AXES)
 
     def local(trainable, frozen, batch):
         def objective(trainable, microbatch):
@@ -57,14 +57,6 @@ def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, dty
     )
 
     return in_dtype(mapped, dtype)
-
-
-def axes_to_reduce(mesh: Mesh) -> tuple[str, ...]:
-    """The data axes of more than one device.
-
-    XLA's partitioner refuses a reduction over manual axes when all of them have size 1.
-    """
-    return tuple(axis for axis in DATA_AXES if mesh.shape[axis] > 1)
 
 
 def count_tokens(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -120,7 +112,7 @@ def make_scoring(score_of: Callable, mesh: Mesh, dtype: jnp.dtype) -> Callable:
     Sums are global; predictions are sharded like the batch.
     """
 
-    data_axes = axes_to_reduce(mesh)
+    data_axes = large_axes(mesh, DATA_AXES)
 
     def local(parameters, batch):
         def one(total, microbatch):

@@ -11,7 +11,7 @@ collectives over tensor, never over stage: the two permutes stay outside of ever
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxforge.cluster.mesh import STAGE
+from jaxforge.optim.paths import join
 from jaxforge.parallel.pipeline.buffers import Slots, visit_slots
 from jaxforge.parallel.pipeline.layout import PipelineLayout
-from jaxforge.parallel.pipeline.pieces import STAGE, Gradients, Parts, Unit, Weights, no_gradient, take
+from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Unit, Weights, no_gradient, take
 from jaxforge.parallel.pipeline.residuals import Residuals
 from jaxforge.parallel.pipeline.schedule import Schedule
 from jaxforge.parallel.pipeline.ticks import Ticks
@@ -36,7 +38,6 @@ class Pipeline:
     Args:
       units_by_stage: the units of every stage.
       z_loss_coefficient: weight of the squared log-sum-exp in the gradients.
-      join: two nested dicts -> their union.
       vocabulary: where embedding and head lie over the stages, and all stages share their work; None where the first
         and the last stage do it alone.
     """
@@ -49,11 +50,10 @@ class Pipeline:
         units_by_stage: Sequence[tuple[Unit, ...]],
         *,
         z_loss_coefficient: float,
-        join: Callable[[Tree, Tree], Tree],
         vocabulary: Vocabulary | None = None,
     ):
         self.parts, self.layout, self.schedule = parts, layout, schedule
-        self.z, self.join, self.vocabulary = z_loss_coefficient, join, vocabulary
+        self.z, self.vocabulary = z_loss_coefficient, vocabulary
         self.makeups = list(dict.fromkeys(units_by_stage))
         shape = (layout.virtual_stages, layout.pipeline_size)
         makeup_S = np.array([self.makeups.index(units) for units in units_by_stage], np.int32)
@@ -130,7 +130,7 @@ class Pipeline:
         }
 
     def _abstract_activation(self, ends: Weights, visual: Tree, batch: Tree) -> jax.ShapeDtypeStruct:
-        whole = self.join(ends.trainable, ends.frozen)
+        whole = join(ends.trainable, ends.frozen)
         return jax.eval_shape(self.parts.enter, whole, visual, jax.tree.map(lambda a: a[0], batch))  # of any rows
 
     def _empty_pools(self, layers: Weights, x: jax.ShapeDtypeStruct, batch: Tree) -> Tree:
@@ -169,7 +169,7 @@ class Pipeline:
         """The unit's output, and the residuals that must be kept."""
 
         def apply(trainable, x):
-            return self.apply_unit(kind, self.join(trainable, weights.frozen), x, shared, layer)
+            return self.apply_unit(kind, join(trainable, weights.frozen), x, shared, layer)
 
         y, vjp = jax.vjp(apply, weights.trainable, x)
         return y, self._residuals[kind].split(vjp, jax.tree.leaves((weights, shared, layer)))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 Tree = Any
-STAGE = "stage"
 
 
 class Unit(NamedTuple):

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxforge.parallel.pipeline.pieces import STAGE, Gradients, Unit, Weights, add, add_at, take, unit_runs
+from jaxforge.cluster.mesh import STAGE
+from jaxforge.optim.paths import join
+from jaxforge.parallel.pipeline.pieces import Gradients, Unit, Weights, add, add_at, take, unit_runs
 
 if TYPE_CHECKING:
     from jaxforge.parallel.pipeline.engine import Pipeline
@@ -27,7 +29,7 @@ class Ticks:
     def __init__(self, pipeline: "Pipeline", layers: Weights, ends: Weights, visual: Tree, batch: Tree):
         self.pipeline, self.parts = pipeline, pipeline.parts
         self.layers, self.ends, self.visual, self.batch = layers, ends, visual, batch
-        self.whole_ends = pipeline.join(ends.trainable, ends.frozen)
+        self.whole_ends = join(ends.trainable, ends.frozen)
         self.vocabulary = pipeline.vocabulary
         layout = pipeline.layout
         rank = lax.axis_index(STAGE)
@@ -115,7 +117,7 @@ class Ticks:
 
         def compute(sums, x):
             def normed(trainable, x):
-                return self.parts.normed(self.pipeline.join(trainable, self.ends.frozen), x)
+                return self.parts.normed(join(trainable, self.ends.frozen), x)
 
             own_hidden, vjp = jax.vjp(normed, self.ends.trainable, x)
             hidden = vocabulary.sum(jnp.where(is_last, own_hidden, 0))
@@ -145,7 +147,7 @@ class Ticks:
                 return self.parts.fill(embedded, visual, microbatch)
 
             def look_up(trainable):
-                return self._look_up(self.pipeline.join(trainable, self.ends.frozen), microbatch)
+                return self._look_up(join(trainable, self.ends.frozen), microbatch)
 
             # linear both, so that any embeddings will do
             first_dx = jnp.where(self.rank == 0, dx, 0)
@@ -229,7 +231,7 @@ class Ticks:
         """Loss of a microbatch with its gradients; on the last stage."""
 
         def leave(trainable, x):
-            return self.parts.leave(self.pipeline.join(trainable, self.ends.frozen), x, microbatch)
+            return self.parts.leave(join(trainable, self.ends.frozen), x, microbatch)
 
         (loss, z), vjp = jax.vjp(leave, self.ends.trainable, x)
         dends, dx = vjp((jnp.ones_like(loss), jnp.full_like(z, self.pipeline.z)))
@@ -248,7 +250,7 @@ class Ticks:
                 x, pool = carry
                 weights = self._weights(slot + i * size, size)
                 if pool is None:
-                    whole = self.pipeline.join(*weights)
+                    whole = join(*weights)
                     return (self.pipeline.apply_unit(kind, whole, x, shared, layer + i * size), None), None
                 y, kept = self.pipeline.unit_forward(kind, weights, x, shared, layer + i * size)
                 place = write[kind][run.first_of_kind + i]
@@ -287,7 +289,7 @@ class Ticks:
         """The gradients of embedding and visual tokens; on the first stage.  A lookup needs no residuals."""
 
         def enter(trainable, visual):
-            return self.parts.enter(self.pipeline.join(trainable, self.ends.frozen), visual, microbatch)
+            return self.parts.enter(join(trainable, self.ends.frozen), visual, microbatch)
 
         dends, dvisual = jax.vjp(enter, self.ends.trainable, self.visual)[1](dx)
         return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))

@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxforge.cluster.mesh import STAGE
 from jaxforge.models.attention import RESIDUAL, WHOLE
-from jaxforge.ops.cross_entropy import IGNORE, MASKED
+from jaxforge.ops.cross_entropy import IGNORE, MASKED, score_in_chunks
 from jaxforge.ops.placement import Placement
-from jaxforge.parallel.stage_sums import STAGE, sum_over_stages
+from jaxforge.parallel.stage_sums import sum_over_stages
 
 _LOGITS = (None, None, "vocab")
-# Tokens scored at a time, so that evaluation never holds [tokens, vocabulary] in fp32.
-_SCORE_CHUNK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +58,9 @@ class Vocabulary:
         """
         whole_BSD = self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
         logits_BSv, ids_v = self._logits(whole_BSD, head_vD)
-        max_BS = lax.pmax(logits_BSv.max(-1), STAGE)
-        lse_BS = max_BS + jnp.log(lax.psum(jnp.exp(logits_BSv - max_BS[..., None]).sum(-1), STAGE))
+        loss, lse_BS, _ = self._loss(logits_BSv, ids_v, targets_BS)
         is_target_BSv = ids_v == targets_BS[..., None]
-        target_BS = lax.psum(jnp.where(is_target_BSv, logits_BSv, 0).sum(-1), STAGE)
         counted_BS = targets_BS != IGNORE
-        loss = jnp.sum(jnp.where(counted_BS, lse_BS - target_BS, 0))
         z = jnp.sum(jnp.where(counted_BS, jnp.square(lse_BS), 0))
         weight_BS1 = (1 + 2 * z_loss_coefficient * lse_BS)[..., None]
         dlogits_BSv = jnp.exp(logits_BSv - lse_BS[..., None]) * weight_BS1 - is_target_BSv
@@ -77,26 +73,23 @@ class Vocabulary:
         self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The sum of cross-entropy, and each token's most likely next token [B, S] int32 (the lowest id of a tie)."""
-        hidden_BSD = self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
-        B, S, D = hidden_BSD.shape
-        tokens = B * S
-        size = min(_SCORE_CHUNK, tokens)
-        padding = -tokens % size
-        hidden = jnp.pad(hidden_BSD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(-1, 1, size, D)
-        targets = jnp.pad(targets_BS.reshape(tokens), (0, padding), constant_values=IGNORE).reshape(-1, 1, size)
 
-        def one(hidden_and_targets):
-            hidden_BSD, targets_BS = hidden_and_targets
+        def one(hidden_BSD, targets_BS):
             logits_BSv, ids_v = self._logits(hidden_BSD, head_vD)
-            max_BS = lax.pmax(logits_BSv.max(-1), STAGE)
-            lse_BS = max_BS + jnp.log(lax.psum(jnp.exp(logits_BSv - max_BS[..., None]).sum(-1), STAGE))
-            target_BS = lax.psum(jnp.where(ids_v == targets_BS[..., None], logits_BSv, 0).sum(-1), STAGE)
+            loss, _, max_BS = self._loss(logits_BSv, ids_v, targets_BS)
             best_BSv = jnp.where(logits_BSv == max_BS[..., None], ids_v, jnp.iinfo(jnp.int32).max)
-            loss = jnp.sum(jnp.where(targets_BS != IGNORE, lse_BS - target_BS, 0))
             return loss, lax.pmin(best_BSv.min(-1), STAGE)
 
-        losses, best = lax.map(one, (hidden, targets))
-        return losses.sum(), best.reshape(-1)[:tokens].reshape(B, S)
+        return score_in_chunks(one, self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE), targets_BS)
+
+    def _loss(
+        self, logits_BSv: jax.Array, ids_v: jax.Array, targets_BS: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The sum of cross-entropy; log-sum-exp and largest logit of each token [B, S].  Equal on all stages."""
+        max_BS = lax.pmax(logits_BSv.max(-1), STAGE)
+        lse_BS = max_BS + jnp.log(lax.psum(jnp.exp(logits_BSv - max_BS[..., None]).sum(-1), STAGE))
+        target_BS = lax.psum(jnp.where(ids_v == targets_BS[..., None], logits_BSv, 0).sum(-1), STAGE)
+        return jnp.sum(jnp.where(targets_BS != IGNORE, lse_BS - target_BS, 0)), lse_BS, max_BS
 
     def _logits(self, hidden_BSD: jax.Array, head_vD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This stage's logits [B, S, V / stages] in fp32, padded rows masked, and the ids of its rows."""

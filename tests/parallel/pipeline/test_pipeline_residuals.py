@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.optim.paths import join
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.pieces import Unit, Weights, take
@@ -26,7 +25,7 @@ class LayerAlone:
 def unit_of(num_layers, is_recomputed):
     unit = Unit(num_layers, is_recomputed)
     layout = PipelineLayout(1, (num_layers,), (0,))
-    return unit.kind, Pipeline(LayerAlone, layout, make_schedule(1, 1, 1), [(unit,)], z_loss_coefficient=0.0, join=join)
+    return unit.kind, Pipeline(LayerAlone, layout, make_schedule(1, 1, 1), [(unit,)], z_loss_coefficient=0.0)
 
 
 def arrays(num_layers):
