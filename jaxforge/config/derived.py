@@ -7,6 +7,8 @@ import math
 
 from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig, ModelConfig
 
+BALANCED = "balanced"
+
 
 def padded_vocab_size(decoder: DecoderConfig) -> int:
     """Rows of the embedding and of the output head: the vocabulary padded to a multiple that no layout changes."""
@@ -41,6 +43,18 @@ def encoder_devices(config: Config) -> int:
 def data_parallel_size(config: Config, num_devices: int) -> int:
     """What remains of the devices beside model parallelism."""
     return num_devices // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
+
+
+def vocabulary_is_over_stages(config: Config) -> bool:
+    """`parallel.vocabulary_parallel_over_pipeline`, with None resolved."""
+    parallel = config.parallel
+    if parallel.vocabulary_parallel_over_pipeline is not None:
+        return parallel.vocabulary_parallel_over_pipeline
+    if parallel.pipeline_model_parallel_size == 1 or pipeline_layers_are_uneven(config):
+        return False
+    shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    divides = config.model.decoder.make_vocab_size_divisible_by % shards == 0
+    return divides and parallel.pipeline_model_parallel_layout in (None, BALANCED)
 
 
 def pipeline_layers_are_uneven(config: Config) -> bool:

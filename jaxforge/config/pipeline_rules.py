@@ -7,9 +7,8 @@ anything is written or compiled.
 import math
 from collections.abc import Iterator
 
+from jaxforge.config.derived import BALANCED
 from jaxforge.config.schema import Config
-
-BALANCED = "balanced"
 
 _OUTER = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 # Each says something of which stage holds which layers.

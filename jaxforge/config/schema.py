@@ -50,9 +50,10 @@ class ParallelConfig:
         "what each stage holds, as Ett|tt|ttL (E embedding, t layer, L loss, | ends a stage, *n repeats), or balanced:"
         " by FLOPs, head and loss counted", flag="--pipeline-model-parallel-layout",
     )
-    vocabulary_parallel_over_pipeline: bool = field(
-        False, "shard embedding and head over the stages too, which then share their work, so that no stage carries"
-        " them alone"
+    vocabulary_parallel_over_pipeline: bool | None = field(
+        None, "shard embedding and head over the stages too, which then share their work, so that no stage carries"
+        " them alone; None does so where the vocabulary divides and nothing says what the outer stages hold (a layout"
+        " string, or decoder_first_ and decoder_last_pipeline_num_layers)"
     )
     context_parallel_size: int = field(
         1, "devices that share each sequence", flag="--context-parallel-size", planned="context parallelism"

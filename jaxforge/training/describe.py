@@ -7,7 +7,7 @@ import jax
 
 from jaxforge.cluster import MeshLayout, describe
 from jaxforge.config import Config
-from jaxforge.config.derived import encoder_devices, encoder_tensor_parallel_size
+from jaxforge.config.derived import encoder_devices, encoder_tensor_parallel_size, vocabulary_is_over_stages
 from jaxforge.parallel.pipeline.choice import num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes
 from jaxforge.training.evaluation import Evaluation
@@ -23,7 +23,7 @@ def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) ->
             f"{mesh.size} x {kind} in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}:"
             f" decoder TP {layout.tensor_parallel_size},"
             + (f" {describe_encoder(config)}," if config.model.encoder else "")
-            + (f" {describe_sizes(pipeline)}," if pipeline else "")
+            + (f" {describe_sizes(pipeline, vocabulary_is_over_stages(config))}," if pipeline else "")
             + f" DP {layout.data_parallel_size}",
             describe(mesh, layout),
             f"{train.steps} steps of {train.global_batch_size} rows x {train.seq_length} tokens:"

@@ -4,6 +4,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxforge.cluster.mesh import STAGE, TENSOR_AXES
+from jaxforge.config.derived import vocabulary_is_over_stages
 from jaxforge.config.schema import Config
 from jaxforge.models import VisionLanguageModel
 from jaxforge.parallel.decoder_parts import decoder_parts
@@ -31,7 +32,7 @@ def make_phases(config: Config, model: VisionLanguageModel, mesh: Mesh) -> Phase
         return None
     parts, z_loss_coefficient = decoder_parts(model.decoder), config.loss.z_loss_coefficient
     vocabulary = None
-    if config.parallel.vocabulary_parallel_over_pipeline:
+    if vocabulary_is_over_stages(config):
         vocabulary = Vocabulary(config.model.decoder.vocab_size, model.decoder.placement, is_cpu(mesh))
 
     def pipeline(num_microbatches: int) -> Pipeline:

@@ -23,7 +23,7 @@ from jaxforge.cluster import (
     parse_topology,
 )
 from jaxforge.config import Config, ConfigError, resolve, validate
-from jaxforge.config.derived import num_microbatches
+from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
 from jaxforge.data.batches import BatchLayout
 from jaxforge.optim.paths import split
 from jaxforge.parallel.pipeline.choice import is_over_stages, num_parameters, pipeline_layout, stage_units
@@ -214,7 +214,7 @@ def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: j
     if config.model.encoder is not None:
         parts.append(describe_encoder(config))
     if stages is not None:
-        parts.append(describe_sizes(stages))
+        parts.append(describe_sizes(stages, vocabulary_is_over_stages(config)))
     crossing = [axis for axis, crosses in axes_crossing_nodes(mesh).items() if crosses]
     return "\n".join(
         [

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxforge.config.derived import vocabulary_is_over_stages
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.schema import Config
@@ -140,7 +141,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     model = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, abstract = nnx.split(model)
     by_module = placements | {"projector": placements["encoder"]}
-    if config.parallel.vocabulary_parallel_over_pipeline:
+    if vocabulary_is_over_stages(config):
         by_module["decoder"] = vocabulary_over_stages(placements["decoder"])
     shardings = parameter_shardings(logical_axes(abstract), mesh, by_module)
     shapes = jax.tree.map(

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxforge.config import ConfigError, default_config, resolve, validate
+from jaxforge.config.derived import vocabulary_is_over_stages
 
 
 def config_with(**settings):
@@ -185,3 +186,22 @@ def test_a_vocabulary_over_stages_has_equal_parts():
         " parallel.tensor_model_parallel_size=2 x parallel.pipeline_model_parallel_size=4 devices, which doesn't divide"
         " model.decoder.make_vocab_size_divisible_by=12; use 24 there, or set the former to false"
     )
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        (dict(pipeline_model_parallel_size=1), False),
+        (dict(pipeline_model_parallel_size=4, tensor_model_parallel_size=2), True),
+        (dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2), True),
+        (dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="balanced"), True),
+        (dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*5|t*3L"), False),
+        (dict(pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=3), False),
+        (dict(pipeline_model_parallel_size=8, tensor_model_parallel_size=2), False),  # 24 rows, 16 parts
+        (dict(pipeline_model_parallel_size=4, vocabulary_parallel_over_pipeline=False), False),
+    ],
+)
+def test_the_vocabulary_lies_over_the_stages_unless_the_config_says_what_the_outer_ones_hold(fields, expected):
+    config = config_with(**fields)
+    config.model.decoder.make_vocab_size_divisible_by = 24
+    assert vocabulary_is_over_stages(resolve(config)) is expected

@@ -70,7 +70,7 @@ def test_gradients_are_reduced_once_outside_of_every_loop():
 
 
 @functools.cache
-def llama_temporary(microbatches: int, *, vocabulary_over_stages: bool = False) -> int:
+def llama_temporary(microbatches: int, *, vocabulary_over_stages: bool | None = None) -> int:
     """Bytes of temporary memory of Llama 3.1 8B at PP 4, DP 2, full recompute, rows of 4096 tokens."""
     overrides = [
         "parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false",
@@ -86,12 +86,14 @@ def test_memory_does_not_grow_with_the_microbatches():
     few, more, many = (llama_temporary(microbatches) for microbatches in (8, 32, 64))
     assert more == pytest.approx(few, rel=0.01)
     assert many == pytest.approx(few, rel=0.01)
+    # half of what MaxText 0.2.5's pipeline takes at 32 microbatches in the same layout (PP 4 x FSDP 2, full recompute)
+    assert more < 38.7e9 / 2
 
 
 def test_a_vocabulary_over_the_stages_takes_a_quarter_of_the_memory_on_each_of_four():
     # of embedding and head: fp32 sums of gradients, gradients just found, and compute weights
     saved = 3 / 4 * 2 * 128256 * 4096 * (4 + 2 + 2)
-    assert llama_temporary(8) - llama_temporary(8, vocabulary_over_stages=True) > saved
+    assert llama_temporary(8, vocabulary_over_stages=False) - llama_temporary(8) > saved
 
 
 def deep_model(num_devices: int) -> Config:

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxforge.config.derived import pipeline_layers_are_uneven
-from jaxforge.config.pipeline_rules import BALANCED
+from jaxforge.config.derived import BALANCED, pipeline_layers_are_uneven, vocabulary_is_over_stages
 from jaxforge.config.schema import Config
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.optim.paths import parameter_paths
@@ -30,7 +29,7 @@ def pipeline_layout(config: Config) -> PipelineLayout | None:
         return None
     if parallel.pipeline_model_parallel_layout == BALANCED:
         costs = flop_costs(config.model.decoder, config.train.seq_length)
-        if parallel.vocabulary_parallel_over_pipeline:  # all stages share the loss
+        if vocabulary_is_over_stages(config):  # all stages share the loss
             costs = dataclasses.replace(costs, loss=0.0)
         return balanced_layout(num_layers, size, parallel.virtual_pipeline_model_parallel_size or 1, costs)
     if parallel.pipeline_model_parallel_layout is not None:

@@ -9,10 +9,10 @@ def schedule_of(layout: PipelineLayout, num_microbatches: int) -> Schedule:
     return make_schedule(layout.pipeline_size, layout.virtual_stages, num_microbatches)
 
 
-def describe_sizes(layout: PipelineLayout) -> str:
-    """`PP 4`, or `PP 4 x 2 virtual stages`."""
+def describe_sizes(layout: PipelineLayout, vocabulary_is_over_stages: bool) -> str:
+    """`PP 4`, or `PP 4 x 2 virtual stages, vocabulary over all ranks`."""
     virtual = f" x {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
-    return f"PP {layout.pipeline_size}{virtual}"
+    return f"PP {layout.pipeline_size}{virtual}" + (", vocabulary over all ranks" if vocabulary_is_over_stages else "")
 
 
 def describe_pipeline(layout: PipelineLayout, num_microbatches: int) -> str:

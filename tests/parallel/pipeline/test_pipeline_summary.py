@@ -28,5 +28,5 @@ def test_too_few_microbatches_come_with_a_hint():
 
 
 def test_sizes_are_ranks_and_virtual_stages():
-    assert describe_sizes(uniform_layout(8, 4)) == "PP 4"
-    assert describe_sizes(uniform_layout(8, 4, 1)) == "PP 4 x 2 virtual stages"
+    assert describe_sizes(uniform_layout(8, 4), False) == "PP 4"
+    assert describe_sizes(uniform_layout(8, 4, 1), True) == "PP 4 x 2 virtual stages, vocabulary over all ranks"
