@@ -8,7 +8,8 @@ from jaxforge.config import ConfigError, load_config, resolve, validate
 from jaxforge.plan import main, show
 from jaxforge.training import planning
 from jaxforge.training.collectives import Collective
-from jaxforge.training.planning import DeviceBytes, MemoryParts, Pipeline, PlanReport
+from jaxforge.training.memory_parts import MemoryParts
+from jaxforge.training.planning import DeviceBytes, Pipeline, PlanReport
 
 GIB = 2**30
 

@@ -68,8 +68,9 @@ class ParallelConfig:
         None, "devices that share each expert", flag="--expert-tensor-parallel-size", planned="expert parallelism"
     )
     data_parallel_sharding_strategy: str = field(
-        "no_shard", "which state is sharded over data parallel ranks", flag="--data-parallel-sharding-strategy",
-        planned="sharding state over data parallel ranks",
+        "no_shard", "what is sharded over data parallel ranks: optim the fp32 masters and the optimizer's state,"
+        " optim_grads sums of gradients too, optim_grads_params compute weights too",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"), flag="--data-parallel-sharding-strategy",
     )
     enable_encoder_hetero_dp: bool = field(
         False, "the decoder's tensor group encodes different microbatches", flag="--enable-encoder-hetero-dp",

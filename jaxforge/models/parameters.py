@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxforge.ops.sharded_weight import all_but_gathered, holds_parts, whole
+
 Axes = tuple[str | None, ...]
 Segments = Sequence[tuple[int, int]]
 
@@ -71,7 +73,8 @@ def scan_layers(
     """carry = step(layer, carry, x) for every layer in turn, compiled once per segment.
 
     Args:
-      stacked: a module made by `stack`.
+      stacked: a module made by `stack`; weights sharded over data parallel ranks are gathered layer by layer, in the
+        backward pass again.
       step: what one layer does; `x` is this layer's slice of `xs`.
       xs: a pytree with a leading dimension of layers.
       segments: (number of layers, unit) of consecutive runs of layers.  Unit 0 keeps activations; unit n recomputes n
@@ -81,21 +84,22 @@ def scan_layers(
 
     def one(carry, parameters_and_x):
         parameters, x = parameters_and_x
-        return step(nnx.merge(graph, parameters), carry, x), None
+        return step(nnx.merge(graph, whole(parameters)), carry, x), None
 
     def group(carry, parameters_and_xs):
         return jax.lax.scan(one, carry, parameters_and_xs)
 
+    kept_one = jax.checkpoint(one, prevent_cse=False, policy=all_but_gathered) if holds_parts(parameters) else one
     recomputed_one = jax.checkpoint(one, prevent_cse=False)
     recomputed_group = jax.checkpoint(group, prevent_cse=False)
     first = 0
-    whole = len(segments) == 1
+    is_one_run = len(segments) == 1
     for num_layers, unit in segments:
         run = (parameters, xs)
-        if not whole:
+        if not is_one_run:
             run = jax.tree.map(lambda a, first=first, last=first + num_layers: a[first:last], run)
         if unit <= 1:
-            carry, _ = jax.lax.scan(recomputed_one if unit else one, carry, run)
+            carry, _ = jax.lax.scan(recomputed_one if unit else kept_one, carry, run)
         else:
             grouped = jax.tree.map(lambda a, unit=unit: a.reshape(-1, unit, *a.shape[1:]), run)
             carry, _ = jax.lax.scan(recomputed_group, carry, grouped)

@@ -22,7 +22,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import STAGE, TENSOR_AXES, large_axes
 from jaxforge.ops.placement import SINGLE_DEVICE, Placement
+from jaxforge.ops.sharded_weight import differentiable, with_differentiable
 from jaxforge.optim.paths import join
+from jaxforge.parallel.data import whole_but_layers
 from jaxforge.parallel.rules import SHARDED_OVER_TENSOR
 from jaxforge.parallel.stage_sums import is_cpu, sum_over_stages, sum_scattered_over_stages
 
@@ -74,7 +76,10 @@ class EncoderPhase:
         return table
 
     def backward(self, trainable: Tree, frozen: Tree, patches: Tree, dtable: Tree) -> Tree:
-        """fp32 gradients of `trainable`, summed over the group; `dtable` is this stage's part of the table's."""
+        """fp32 gradients of `trainable`, summed over the tensor group; `dtable` is this stage's part of the table's.
+
+        Where stages encode different images, each stage's are of its own.
+        """
         if self.mesh.shape[STAGE] > 1:
             if STAGE in self.divided_axes:
                 dtable = {
@@ -88,27 +93,32 @@ class EncoderPhase:
             rounds_and_rows = jax.tree.leaves(patches)[0].shape[:2]
             drounds = {name: _rounds_apart(name, rows, *rounds_and_rows) for name, rows in dtable.items()}
 
+            variables = differentiable(trainable)
+
             def one(sums, patches_and_gradient):
                 patches, dtable = patches_and_gradient
-                table, vjp = jax.vjp(lambda trainable: self._table(join(trainable, frozen), patches), trainable)
+
+                def encode(variables):
+                    return self._table(join(with_differentiable(trainable, variables), frozen), patches)
+
+                table, vjp = jax.vjp(encode, variables)
                 dtable = jax.tree.map(lambda d, rows: d.astype(rows.dtype), dtable, table)
                 return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, vjp(dtable)[0]), None
 
-            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), trainable)
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
             sums, _ = lax.scan(one, zeros, (patches, drounds))
             tensor = large_axes(self.mesh, TENSOR_AXES) if self.divided_axes else ()
             return lax.psum(sums, tensor) if tensor else sums
 
         specs = [PartitionSpec(), PartitionSpec(), _rows_spec(), _table_specs(dtable)]
-        sums = self._by_device(rounds, specs, PartitionSpec())(trainable, frozen, patches, dtable)
-        return lax.psum(sums, STAGE) if STAGE in large_axes(self.mesh, self.divided_axes) else sums
+        return self._by_device(rounds, specs, PartitionSpec())(trainable, frozen, patches, dtable)
 
     def visual_tokens(self, patches: Tree) -> int:
         """Visual tokens of a row of patches, padding included."""
         return patches["patch_segments"].shape[-1] // self.patches_per_token
 
     def _table(self, parameters: Tree, patches: Tree) -> Tree:
-        tokens_BND, features_JBND = self.encode(parameters, patches)
+        tokens_BND, features_JBND = self.encode(whole_but_layers(parameters), patches)
         return {"tokens": tokens_BND} | ({} if features_JBND is None else {"features": features_JBND})
 
     def _names(self, parameters: Tree, patches: Tree) -> Tree:

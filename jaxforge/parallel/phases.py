@@ -17,7 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.data.rows import PATCH_KEYS
 from jaxforge.models.decoder import VOCABULARY_TABLES
+from jaxforge.ops.sharded_weight import differentiable, whole, with_differentiable
 from jaxforge.optim.paths import join, parameter_paths
+from jaxforge.parallel.data import DataSharding
 from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
 from jaxforge.parallel.pipeline.choice import is_over_stages
 from jaxforge.parallel.pipeline.engine import Pipeline
@@ -32,6 +34,7 @@ class Phases:
 
     Attributes:
       mesh: the devices.
+      sharding: what is sharded over data parallel ranks.
       parts: the decoder's pieces.
       pipeline: number of microbatches -> the engine; None without a pipeline, where `parts.layers` runs all layers.
       encoder: the encoder's phase, or None for a language model.
@@ -42,6 +45,7 @@ class Phases:
     """
 
     mesh: Mesh
+    sharding: DataSharding
     parts: Parts
     pipeline: Callable[[int], Pipeline] | None
     encoder: EncoderPhase | None
@@ -51,39 +55,38 @@ class Phases:
 
     def gradients(self, trainable: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """(gradients, sums) as `make_gradients` gives them; parameters are in the compute dtype."""
-        in_specs = (self._specs(trainable), self._specs(frozen), self._batch_specs(batch))
-        out_specs = (self._specs(trainable), PartitionSpec())
+        weight_spec, gradient_spec = self.sharding.weight_spec, self.sharding.gradient_spec
+        in_specs = (
+            self._specs(trainable, weight_spec), self._specs(frozen, weight_spec), self._batch_specs(batch)
+        )
+        out_specs = (self._specs(trainable, gradient_spec), PartitionSpec())
         return self._over_mesh(self._gradients, in_specs, out_specs)(trainable, frozen, batch)
 
     def scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(loss sum, target tokens, predicted tokens [M, B, S]) as `make_scoring` gives them."""
-        in_specs = (self._specs(parameters), self._batch_specs(batch))
+        in_specs = (self._specs(parameters, self.sharding.weight_spec), self._batch_specs(batch))
         out_specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(None, DATA_AXES))
         return self._over_mesh(self._scores, in_specs, out_specs)(parameters, batch)
 
     def _gradients(self, trainable: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        trainable, frozen = self.sharding.trained(trainable), self.sharding.frozen(frozen)
         layers, ends = _decoder_weights(trainable, frozen)
         encoder = Weights(*(_encoder_modules(tree) for tree in (trainable, frozen)))
         text, patches = self._text_and_patches(batch)
         visual = self.encoder.forward(join(*encoder), patches) if self.encoder else None
         found = self._decoder_gradients(layers, ends, visual, text)
-        # what lies over the stages is each stage's own; of the rest each has found a part
-        own = {name for name in found.ends if self._lies_over_stages(f"decoder/{name}")}
-        decoder = {
-            name: self._sum(tree, DATA_AXES if name in own else (STAGE, *DATA_AXES))
-            for name, tree in found.ends.items()
-        }
-        if layers.trainable:
-            decoder = decoder | {"layers": self._sum(found.layers, DATA_AXES)}
+        decoder = found.ends | ({"layers": found.layers} if layers.trainable else {})
         sums = {"decoder": decoder} if decoder else {}
         if self.encoder and encoder.trainable:
-            sums = sums | self._sum(self.encoder.backward(*encoder, patches, found.visual), DATA_AXES)
+            sums = sums | self.encoder.backward(*encoder, patches, found.visual)
+        sums = self.sharding.reduced(sums)
         counts = self._counts(batch)
         loss, z = self._sum((found.loss, found.z), (STAGE, *DATA_AXES))
         targets = jnp.maximum(counts["target_tokens"], 1)
         return jax.tree.map(lambda g: g / targets, sums), {"loss": loss, "z": z} | counts
 
     def _scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
+        parameters = self.sharding.frozen(parameters)
         layers, ends = _decoder_weights({}, parameters)
         text, patches = self._text_and_patches(batch)
         visual = self.encoder.forward(_encoder_modules(parameters), patches) if self.encoder else None
@@ -92,8 +95,8 @@ class Phases:
         else:
 
             def one(total, microbatch):
-                x_BSD = self._hidden(layers.frozen, ends.frozen, visual, microbatch)
-                loss, tokens_BS = self.parts.score(ends.frozen, x_BSD, microbatch)
+                x_BSD = self._hidden(layers.frozen, whole(ends.frozen), visual, microbatch)
+                loss, tokens_BS = self.parts.score(whole(ends.frozen), x_BSD, microbatch)
                 return total + loss, tokens_BS
 
             loss, tokens_MBS = lax.scan(one, jnp.zeros((), jnp.float32), text)
@@ -105,20 +108,21 @@ class Phases:
         if self.pipeline is not None:
             return self.pipeline(batch["tokens"].shape[0]).gradients(layers, ends, visual, batch)
 
-        def objective(trained, microbatch):
-            trained_layers, trained_ends, visual = trained
-            whole_ends = join(trained_ends, ends.frozen)
-            x_BSD = self._hidden(join(trained_layers, layers.frozen), whole_ends, visual, microbatch)
+        def objective(variables, microbatch):
+            layer_variables, end_variables, visual = variables
+            whole_layers = join(with_differentiable(layers.trainable, layer_variables), layers.frozen)
+            whole_ends = whole(join(with_differentiable(ends.trainable, end_variables), ends.frozen))
+            x_BSD = self._hidden(whole_layers, whole_ends, visual, microbatch)
             loss, z = self.parts.leave(whole_ends, x_BSD, microbatch)
             return loss + self.z_loss_coefficient * z, (loss, z)
 
-        trained = (layers.trainable, ends.trainable, visual)
+        variables = (differentiable(layers.trainable), differentiable(ends.trainable), visual)
 
         def accumulate(sums, microbatch):
-            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(trained, microbatch)
+            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(variables, microbatch)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (grads, losses)), None
 
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), trained[:2])
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables[:2])
         scalar = jnp.zeros((), jnp.float32)
         carry = ((*zeros, no_gradient(visual)), (scalar, scalar))
         ((dlayers, dends, dvisual), losses), _ = lax.scan(accumulate, carry, batch)
@@ -156,11 +160,11 @@ class Phases:
         patch_axes = (*DATA_AXES, STAGE) if STAGE in divided else DATA_AXES
         return {key: PartitionSpec(None, patch_axes if key in PATCH_KEYS else DATA_AXES) for key in batch}
 
-    def _specs(self, tree: Tree) -> Tree:
-        """Over which manual axes parameters are sharded."""
+    def _specs(self, tree: Tree, spec_of: Callable[[str, PartitionSpec], PartitionSpec]) -> Tree:
+        """Over which manual axes parameters, or their gradients, are sharded."""
 
         def spec(path):
-            return PartitionSpec(STAGE) if self._lies_over_stages(path) else PartitionSpec()
+            return spec_of(path, PartitionSpec(STAGE) if self._lies_over_stages(path) else PartitionSpec())
 
         return jax.tree.map(spec, parameter_paths(tree))
 

@@ -7,10 +7,12 @@ from jaxforge.cluster.mesh import STAGE, TENSOR_AXES
 from jaxforge.config.derived import vocabulary_is_over_stages
 from jaxforge.config.schema import Config
 from jaxforge.models import VisionLanguageModel
+from jaxforge.models.decoder import VOCABULARY_TABLES
+from jaxforge.parallel.data import DataSharding
 from jaxforge.parallel.decoder_parts import decoder_parts
 from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
 from jaxforge.parallel.phases import Phases
-from jaxforge.parallel.pipeline.choice import pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.choice import is_over_stages, pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.schedule import make_schedule
 from jaxforge.parallel.pipeline.vocabulary import Vocabulary
@@ -25,7 +27,20 @@ def divided_axes(config: Config) -> tuple[str, ...]:
     return TENSOR_AXES if config.parallel.enable_encoder_hetero_dp else ()
 
 
-def make_phases(config: Config, model: VisionLanguageModel, mesh: Mesh) -> Phases | None:
+def is_summed_over_stages(config: Config, path: str) -> bool:
+    """Whether each stage of a pipeline finds a part of a parameter's gradient.
+
+    Of its own layers, and its own part of the vocabulary, it finds all; and of the encoder's weights the same as the
+    others, unless they encode different images.
+    """
+    if path.split("/")[0] in ENCODER_MODULES:
+        return STAGE in divided_axes(config)
+    return not (is_over_stages(path) or (vocabulary_is_over_stages(config) and path in VOCABULARY_TABLES))
+
+
+def make_phases(
+    config: Config, model: VisionLanguageModel, mesh: Mesh, sharding: DataSharding
+) -> Phases | None:
     """The phases of a config's step; None where it needs none.  `model` is abstract."""
     layout, divided = pipeline_layout(config), divided_axes(config)
     if layout is None and not divided:
@@ -50,6 +65,7 @@ def make_phases(config: Config, model: VisionLanguageModel, mesh: Mesh) -> Phase
 
     return Phases(
         mesh=mesh,
+        sharding=sharding,
         parts=parts,
         pipeline=pipeline if layout is not None else None,
         encoder=_encoder_phase(config, model, mesh, divided) if model.has_encoder else None,

@@ -25,23 +25,20 @@ from jaxforge.cluster import (
 from jaxforge.config import Config, ConfigError, resolve, validate
 from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
 from jaxforge.data.batches import BatchLayout
-from jaxforge.optim.paths import split
-from jaxforge.parallel.pipeline.choice import is_over_stages, num_parameters, pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.choice import num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.picture import draw_schedule
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes, in_flight, schedule_of
 from jaxforge.training.collectives import Collective, find_collectives
 from jaxforge.training.describe import describe_encoder
 from jaxforge.training.flops import model_flops_per_step
+from jaxforge.training.memory_parts import MemoryParts, memory_parts
 from jaxforge.training.program import (
-    Program,
     attention_backend,
     build_program,
-    bytes_per_device,
     bytes_while_running,
     compute_dtype,
     missing_libraries_as_config_errors,
-    shard_size,
 )
 
 # What the compiler doesn't see: the CUDA context and the kernels' code, NCCL's buffers, cuDNN's workspace (it is 0 in
@@ -66,24 +63,6 @@ class DeviceBytes:
     aliased: int
     peak: int
     capacity: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryParts:
-    """What the arguments and the temporary memory of a GPU consist of, in bytes.
-
-    Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients and
-    compute weights are computed too; `activations` is what remains of the temporary memory at its peak: saved
-    activations, logits, communication buffers and workspace.  (Memory is used again within a step, so they may be
-    larger at a moment when gradients don't all exist yet.)
-    """
-
-    parameters: int
-    optimizer: int
-    batch: int
-    gradients: int
-    compute_weights: int
-    activations: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +179,7 @@ def plan(
         tokens_per_step=config.train.global_batch_size * config.train.seq_length,
         compile_seconds=compile_seconds,
         pipeline=_pipeline(config, stages, microbatches),
-        memory_parts=_memory_parts(config, program, batch, device_bytes.temporary, stages),
+        memory_parts=memory_parts(config, program, batch, device_bytes.temporary, stages),
         reserve_bytes=RESERVE_BYTES,
         num_parameters=sum(num_parameters(state[kind], stages) for kind in ("trainable", "frozen")),
     )
@@ -266,39 +245,3 @@ def _pipeline(config: Config, stages: PipelineLayout | None, microbatches: int) 
     schedule = schedule_of(stages, microbatches)
     layers = [list(stages.layers_of_rank(rank)) for rank in range(stages.pipeline_size)]
     return Pipeline(schedule.num_ticks, schedule.bubble_fraction, in_flight(schedule), layers)
-
-
-def _memory_parts(
-    config: Config, program: Program, batch: Any, temporary: int, stages: PipelineLayout | None
-) -> MemoryParts:
-    state = program.abstract_state
-    trainable = count_per_device(state["trainable"])
-    dtype = compute_dtype(config, "gpu")
-    # summed in fp32 over microbatches, beside those that the backward pass has just found, in the compute dtype
-    gradients = 4 * trainable + dtype.itemsize * _found_at_once(config, state["trainable"], stages)
-    # frozen parameters are kept in the compute dtype, and used as they are
-    compute_weights = trainable * dtype.itemsize if dtype != np.float32 else 0
-    return MemoryParts(
-        parameters=bytes_per_device((state["trainable"], state["frozen"])),
-        optimizer=bytes_per_device((state["optimizer"], state["step"])),
-        batch=bytes_per_device(batch),
-        gradients=gradients,
-        compute_weights=compute_weights,
-        # below 0 where the compiler fuses small tensors away or reuses their memory
-        activations=max(0, temporary - gradients - compute_weights),
-    )
-
-
-def _found_at_once(config: Config, trainable: Any, stages: PipelineLayout | None) -> int:
-    """Gradients that a device has before they are added to their sums: of the whole model, or with a pipeline, which
-    adds them layer by layer, of the largest unit and of what each stage holds beside layers."""
-    if stages is None:
-        return count_per_device(trainable)
-    layers, others = split(trainable, is_over_stages)
-    unit = max(unit.num_layers for units in stage_units(config, stages) for unit in units)
-    return count_per_device(layers) // stages.slots_per_rank * unit + count_per_device(others)
-
-
-def count_per_device(tree: Any) -> int:
-    """How many numbers one device holds of a tree of ShapeDtypeStructs with shardings."""
-    return sum(shard_size(leaf) for leaf in jax.tree.leaves(tree))

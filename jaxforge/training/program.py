@@ -27,6 +27,7 @@ from jaxforge.models.lora import add_adapters, is_adapter, trained_patterns
 from jaxforge.ops.placement import Placement
 from jaxforge.optim import learning_rate_schedule, make_optimizer, split_trainable
 from jaxforge.optim.paths import join, parameter_paths, split
+from jaxforge.parallel.data import DataSharding, data_sharding
 from jaxforge.parallel.encoder import encoder_placement
 from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
 from jaxforge.parallel.rules import (
@@ -36,8 +37,8 @@ from jaxforge.parallel.rules import (
     replicated,
     vocabulary_over_stages,
 )
-from jaxforge.training.phases import divided_axes, make_phases
-from jaxforge.training.step import apply_gradients, cast, in_dtype, make_gradients, make_scoring
+from jaxforge.training.phases import divided_axes, is_summed_over_stages, make_phases
+from jaxforge.training.step import apply_gradients, cast, make_gradients, make_scoring
 
 Tree = Any
 
@@ -48,6 +49,7 @@ class Program:
 
     Attributes:
       mesh: the devices.
+      sharding: what is sharded over data parallel ranks.
       abstract_state: shapes, dtypes and shardings of the state: nested dict with "trainable" parameters (fp32),
         "frozen" ones (in the compute dtype: no update needs more), "optimizer", and "step" (int32, completed steps).
       abstract_base: of all parameters but the adapters, together, as the state has them.
@@ -62,6 +64,7 @@ class Program:
     """
 
     mesh: Mesh
+    sharding: DataSharding
     abstract_state: Tree
     abstract_base: Tree
     has_adapters: bool
@@ -149,6 +152,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         nnx.to_pure_dict(abstract),
         shardings,
     )
+    strategy = config.parallel.data_parallel_sharding_strategy
+    sharding = data_sharding(strategy, mesh, shapes, functools.partial(is_summed_over_stages, config))
     _, base = split(shapes, is_adapter)
     base_paths = jax.tree.leaves(parameter_paths(base))
     only = trained_patterns(config.lora, config.optimizer.freeze, base_paths)
@@ -157,7 +162,12 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         return split_trainable(parameters, config.optimizer.freeze, only)
 
     trainable, frozen = trainable_and_frozen(shapes)
-    frozen = jax.tree.map(lambda shape: shape.update(dtype=dtype), frozen)
+    trainable = jax.tree.map(
+        lambda shape, layout: shape.update(sharding=layout), trainable, sharding.trainable_shardings(trainable)
+    )
+    frozen = jax.tree.map(
+        lambda shape, layout: shape.update(dtype=dtype, sharding=layout), frozen, sharding.frozen_shardings(frozen)
+    )
     optimizer = make_optimizer(config.optimizer, config.train.steps, trainable)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
 
@@ -208,12 +218,19 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def score_of(parameters, microbatch):
         return nnx.merge(graph, parameters).score(microbatch)
 
-    phases = make_phases(config, model, mesh)
+    phases = make_phases(config, model, mesh, sharding)
     if phases is None:
-        gradients = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, dtype)
-        scoring = make_scoring(score_of, mesh, dtype)
+        gradients_of = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, sharding)
+        scores_of = make_scoring(score_of, mesh, sharding)
     else:
-        gradients, scoring = in_dtype(phases.gradients, dtype), in_dtype(phases.scores, dtype)
+        gradients_of, scores_of = phases.gradients, phases.scores
+
+    def gradients(trainable, frozen, batch):
+        # cast once, before the loop over microbatches
+        return gradients_of(sharding.cast(trainable, dtype), frozen, batch)
+
+    def scores(state, batch):
+        return scores_of(join(sharding.cast(state["trainable"], dtype), state["frozen"]), batch)
 
     def train_step(state, batch):
         if config.model.decoder.hidden_dropout:
@@ -226,12 +243,14 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
 
     @jax.jit
     def all_gradients(parameters, batch):
-        return gradients(*trainable_and_frozen(parameters), batch)
+        trainable, frozen = trainable_and_frozen(parameters)
+        return gradients(trainable, cast(frozen, dtype), batch)
 
     # compiling these well would take longer than they run
     runs_once = {"xla_backend_optimization_level": 1}
     return Program(
         mesh=mesh,
+        sharding=sharding,
         abstract_state=abstract_state,
         abstract_base=split(join(trainable, frozen), is_adapter)[1],
         has_adapters=has_adapters(config.lora),
@@ -242,9 +261,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         ),
         train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
         # replicated, so that every process can read every prediction
-        score=jax.jit(
-            lambda state, batch: scoring(join(state["trainable"], state["frozen"]), batch), out_shardings=everywhere
-        ),
+        score=jax.jit(scores, out_shardings=everywhere),
         gradients=all_gradients,
     )
 

@@ -11,52 +11,63 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, large_axes
 from jaxforge.ops.cross_entropy import IGNORE
-from jaxforge.optim.paths import join
+from jaxforge.ops.sharded_weight import differentiable, with_differentiable
+from jaxforge.optim.paths import join, parameter_paths
+from jaxforge.parallel.data import DataSharding, whole_but_layers
 
 Tree = Any
 ROWS = PartitionSpec(None, DATA_AXES)
 
 
-def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, dtype: jnp.dtype) -> Callable:
-    """(trainable, frozen, batch) -> (gradients, sums), for fp32 parameters and a batch [M, B, ...].
+def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, sharding: DataSharding) -> Callable:
+    """(trainable, frozen, batch) -> (gradients, sums), for parameters in the compute dtype and a batch [M, B, ...].
 
     The gradients are fp32, of (cross-entropy + z-loss) summed over target tokens and divided once by their number in
-    the whole step: microbatches, ranks, packing and padding don't enter.  Data parallel axes are manual, so that there
-    is one reduction per step; `sums` are global.
+    the whole step: microbatches, ranks, packing and padding don't enter.  Data parallel axes are manual, so that
+    gradients are reduced when and how `sharding` says; `sums` are global.
 
     Args:
       loss_of: (parameters, microbatch) -> sums over target tokens of cross-entropy and squared log-sum-exp.
-      dtype: of the forward and backward pass.  Parameters are cast once, before the microbatch loop.
     """
 
     data_axes = large_axes(mesh, DATA_AXES)
 
     def local(trainable, frozen, batch):
-        def objective(trainable, microbatch):
-            loss_sum, z_sum = loss_of(join(trainable, frozen), microbatch)
+        trainable, frozen = sharding.trained(trainable), sharding.frozen(frozen)
+        variables = differentiable(trainable)
+
+        def objective(variables, microbatch):
+            parameters = join(with_differentiable(trainable, variables), frozen)
+            loss_sum, z_sum = loss_of(whole_but_layers(parameters), microbatch)
             return loss_sum + z_loss_coefficient * z_sum, (loss_sum, z_sum)
 
         def accumulate(carry, microbatch):
-            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(trainable, microbatch)
+            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(variables, microbatch)
             return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), carry, (grads, sums)), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trainable)
+        zeros = jax.tree.map(lambda v: jnp.zeros_like(v, jnp.float32), variables)
         scalar = jnp.zeros((), jnp.float32)
         (grads, (loss_sum, z_sum)), _ = lax.scan(accumulate, (zeros, (scalar, scalar)), batch)
-        sums = {"loss": loss_sum, "z": z_sum} | count_tokens(batch)
-        grads, sums = lax.psum((grads, sums), data_axes)
+        sums = lax.psum({"loss": loss_sum, "z": z_sum} | count_tokens(batch), data_axes)
+        grads = sharding.reduced(grads)
         return jax.tree.map(lambda g: g / jnp.maximum(sums["target_tokens"], 1), grads), sums
 
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), ROWS),
-        out_specs=(PartitionSpec(), PartitionSpec()),
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
+    def gradients(trainable, frozen, batch):
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(_specs(sharding.weight_spec, trainable), _specs(sharding.weight_spec, frozen), ROWS),
+            out_specs=(_specs(sharding.gradient_spec, trainable), PartitionSpec()),
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+        return mapped(trainable, frozen, batch)
 
-    return in_dtype(mapped, dtype)
+    return gradients
+
+
+def _specs(spec_of: Callable[[str, PartitionSpec], PartitionSpec], tree: Tree) -> Tree:
+    return jax.tree.map(lambda path: spec_of(path, PartitionSpec()), parameter_paths(tree))
 
 
 def count_tokens(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -106,36 +117,36 @@ def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads:
     return next_state, metrics
 
 
-def make_scoring(score_of: Callable, mesh: Mesh, dtype: jnp.dtype) -> Callable:
+def make_scoring(score_of: Callable, mesh: Mesh, sharding: DataSharding) -> Callable:
     """(parameters, batch [M, B, ...]) -> (loss sum, target tokens, predicted next tokens [M, B, S] int32).
 
-    Sums are global; predictions are sharded like the batch.
+    Parameters are in the compute dtype.  Sums are global; predictions are sharded like the batch.
     """
 
     data_axes = large_axes(mesh, DATA_AXES)
 
     def local(parameters, batch):
+        sharded = sharding.frozen(parameters)
+
         def one(total, microbatch):
-            loss_sum, tokens_BS = score_of(parameters, microbatch)
+            loss_sum, tokens_BS = score_of(whole_but_layers(sharded), microbatch)
             return total + loss_sum, tokens_BS
 
         total, tokens_MBS = lax.scan(one, jnp.zeros((), jnp.float32), batch)
         return *lax.psum((total, count_tokens(batch)["target_tokens"]), data_axes), tokens_MBS
 
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), ROWS),
-        out_specs=(PartitionSpec(), PartitionSpec(), ROWS),
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
-    return in_dtype(mapped, dtype)
+    def scores(parameters, batch):
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(_specs(sharding.weight_spec, parameters), ROWS),
+            out_specs=(PartitionSpec(), PartitionSpec(), ROWS),
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+        return mapped(parameters, batch)
 
-
-def in_dtype(f: Callable, dtype: jnp.dtype) -> Callable:
-    """`f(*parameters, batch)`, with the parameters cast first."""
-    return lambda *arguments: f(*(cast(tree, dtype) for tree in arguments[:-1]), arguments[-1])
+    return scores
 
 
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:

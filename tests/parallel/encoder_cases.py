@@ -44,6 +44,7 @@ class Case:
     sequence_parallel: bool = False
     vocabulary_over_stages: bool = False
     encoder_recompute: bool = False
+    sharding: str = "no_shard"
     num_rows: int = NUM_ROWS
 
     @property
@@ -67,6 +68,7 @@ class Case:
             "sequence parallel": self.sequence_parallel,
             "vocabulary over stages": self.vocabulary_over_stages,
             "encoder recompute": self.encoder_recompute,
+            self.sharding: self.sharding != "no_shard",
         }
         return "; ".join(name for name, is_on in on.items() if is_on)
 
@@ -86,7 +88,11 @@ class Case:
             self.encoder,
             encoder_changes=dict(tensor_model_parallel_size=self.encoder_tensor)
             | (recompute if self.encoder_recompute else {}),
-            parallel=dict(tensor_model_parallel_size=self.tensor, sequence_parallel=self.sequence_parallel)
+            parallel=dict(
+                tensor_model_parallel_size=self.tensor,
+                sequence_parallel=self.sequence_parallel,
+                data_parallel_sharding_strategy=self.sharding,
+            )
             | pipeline
             | {switch: True for mode, switch in _SWITCHES.items() if mode == self.mode},
             train=dict(global_batch_size=self.num_rows, micro_batch_size=self.micro_batch),
@@ -100,8 +106,7 @@ class Case:
     def parameters(self, program: Program, config: Config, parameters: dict) -> dict:
         """Parameters of one device, laid out for the functions of the program."""
         abstract = join(program.abstract_state["trainable"], program.abstract_state["frozen"])
-        in_places = placed(config, parameters) if self.ranks > 1 else parameters
-        return jax.device_put(in_places, jax.tree.map(lambda shape: shape.sharding, abstract))
+        return jax.device_put(placed(config, parameters), jax.tree.map(lambda shape: shape.sharding, abstract))
 
     def batch(self, program: Program, config: Config, rows: dict[str, np.ndarray]) -> dict:
         layout = BatchLayout.from_config(config, program.mesh, self.num_microbatches)
@@ -109,7 +114,7 @@ class Case:
 
     def by_layer(self, config: Config, gradients: dict) -> dict:
         """Gradients as those of one device."""
-        return unplaced(config, gradients) if self.ranks > 1 else gradients
+        return unplaced(config, gradients)
 
     def rank_of_row(self, row: int) -> int:
         """The data parallel rank that has a row of the step."""

@@ -41,6 +41,7 @@ class Case:
     sequence_parallel: bool = False
     recompute: tuple[str, int] | None = None
     vocabulary_over_stages: bool = False
+    sharding: str = "no_shard"
 
     @property
     def num_microbatches(self) -> int:
@@ -51,22 +52,26 @@ class Case:
         sequence = ["sequence parallel"] if self.sequence_parallel else []
         recompute = ["recompute full, {} {}".format(*self.recompute)] if self.recompute else []
         vocabulary = ["vocabulary over stages"] if self.vocabulary_over_stages else []
-        return "; ".join(sequence + recompute + vocabulary)
+        sharding = [self.sharding] if self.sharding != "no_shard" else []
+        return "; ".join(sequence + recompute + vocabulary + sharding)
 
     def config(self, **groups) -> Config:
         """`groups` as `tiny_config` takes them."""
-        per_chunk, layout = PIPELINES[self.ranks, self.chunks]
-        config = text_config(
-            parallel=dict(
+        pipeline = {}
+        if self.ranks > 1:
+            per_chunk, layout = PIPELINES[self.ranks, self.chunks]
+            pipeline = dict(
                 pipeline_model_parallel_size=self.ranks,
-                tensor_model_parallel_size=self.tensor,
-                sequence_parallel=self.sequence_parallel,
                 pipeline_model_parallel_layout=layout if self.uneven else None,
                 num_layers_per_virtual_pipeline_stage=None if self.uneven else per_chunk,
                 vocabulary_parallel_over_pipeline=self.vocabulary_over_stages,
-            ),
-            **groups,
+            )
+        parallel = dict(
+            tensor_model_parallel_size=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+            data_parallel_sharding_strategy=self.sharding,
         )
+        config = text_config(parallel=parallel | pipeline, **groups)
         if self.recompute is None:
             return config
         return dataclasses.replace(config, memory=MemoryConfig("full", *self.recompute))
@@ -121,8 +126,11 @@ def problem() -> tuple[dict, dict, float, dict]:
 
 
 def placed(config: Config, parameters: dict) -> dict:
-    """Parameters of one device in the places of a pipeline; what no layer uses is NaN."""
-    order = np.array(layer_order(pipeline_layout(config)))
+    """Parameters of one device in the places of a pipeline, if there is one; what no layer uses is NaN."""
+    layout = pipeline_layout(config)
+    if layout is None:
+        return parameters
+    order = np.array(layer_order(layout))
 
     def place(stack):
         return np.where((order >= 0).reshape(-1, *(1,) * (stack.ndim - 1)), stack[order], np.float32(np.nan))
@@ -132,7 +140,10 @@ def placed(config: Config, parameters: dict) -> dict:
 
 def unplaced(config: Config, tree: dict, unused: float = 0.0) -> dict:
     """The inverse of `placed`.  Places that no layer uses must be `unused`, which for gradients is 0."""
-    order = np.array(layer_order(pipeline_layout(config)))
+    layout = pipeline_layout(config)
+    if layout is None:
+        return tree
+    order = np.array(layer_order(layout))
     used = np.flatnonzero(order >= 0)
 
     def unplace(stack):

@@ -21,6 +21,7 @@ from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.config.schema import OptimizerConfig
 from jaxforge.optim import make_optimizer
 from jaxforge.training.program import build_program, make_model
+from jaxforge.parallel.data import data_sharding
 from jaxforge.training.step import apply_gradients, make_gradients
 
 IGNORE = -100
@@ -285,15 +286,17 @@ def test_a_thousand_small_updates_move_the_master_of_a_bf16_weight():  # F72
 
     batch = {name: np.ones((1, 1, 4), np.int32) for name in ("tokens", "targets", "segment_ids")}
     mesh = build_mesh(mesh_layout(1), jax.devices()[:1])
-    gradients = make_gradients(loss_of, mesh, 0.0, jnp.dtype(jnp.bfloat16))
     parameters = {"w": jnp.ones(3)}
+    sharding = data_sharding("no_shard", mesh, parameters, lambda path: False)
+    gradients_of = make_gradients(loss_of, mesh, 0.0, sharding)
     config = OptimizerConfig(learning_rate=1e-6, lr_decay_style="constant", weight_decay=0.0)
     optimizer = make_optimizer(config, 1000, parameters)
 
     @jax.jit
     def train(state):
         def one(state, _):
-            return apply_gradients(optimizer, state, *gradients(state["trainable"], {}, batch))
+            weights = sharding.cast(state["trainable"], jnp.dtype(jnp.bfloat16))
+            return apply_gradients(optimizer, state, *gradients_of(weights, {}, batch))
 
         return jax.lax.scan(one, state, length=1000)
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxforge.cluster.mesh import STAGE
+from jaxforge.ops.sharded_weight import differentiable, gathered, reduced
 from jaxforge.optim.paths import join
 from jaxforge.parallel.pipeline.buffers import Slots, visit_slots
 from jaxforge.parallel.pipeline.layout import PipelineLayout
@@ -83,7 +84,13 @@ class Pipeline:
             "x": jnp.zeros(x.shape, x.dtype),
             "dx": jnp.zeros(x.shape, x.dtype),
             "pools": self._empty_pools(layers, x, batch),
-            "sums": Gradients(zeros(layers.trainable), zeros(ends.trainable), no_gradient(visual), scalar, scalar),
+            "sums": Gradients(
+                zeros(differentiable(layers.trainable)),
+                zeros(differentiable(ends.trainable)),
+                no_gradient(visual),
+                scalar,
+                scalar,
+            ),
         }
         run = Ticks(self, layers, ends, visual, batch)
         steps = (run.forward_only, run.both, run.backward_only)
@@ -130,8 +137,10 @@ class Pipeline:
         }
 
     def _abstract_activation(self, ends: Weights, visual: Tree, batch: Tree) -> jax.ShapeDtypeStruct:
-        whole = join(ends.trainable, ends.frozen)
-        return jax.eval_shape(self.parts.enter, whole, visual, jax.tree.map(lambda a: a[0], batch))  # of any rows
+        def enter(ends, visual, microbatch):
+            return self.parts.enter(gathered(join(*ends)), visual, microbatch)
+
+        return jax.eval_shape(enter, ends, visual, jax.tree.map(lambda a: a[0], batch))  # of any rows
 
     def _empty_pools(self, layers: Weights, x: jax.ShapeDtypeStruct, batch: Tree) -> Tree:
         """A buffer [slots, ...] for each residual of each kind of unit."""
@@ -167,15 +176,18 @@ class Pipeline:
         self, kind: tuple[int, bool], weights: Weights, x: jax.Array, shared: Tree, layer: Any
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The unit's output, and the residuals that must be kept."""
+        whole = gathered(weights)
 
         def apply(trainable, x):
-            return self.apply_unit(kind, join(trainable, weights.frozen), x, shared, layer)
+            return self.apply_unit(kind, join(trainable, whole.frozen), x, shared, layer)
 
-        y, vjp = jax.vjp(apply, weights.trainable, x)
-        return y, self._residuals[kind].split(vjp, jax.tree.leaves((weights, shared, layer)))
+        y, vjp = jax.vjp(apply, whole.trainable, x)
+        return y, self._residuals[kind].split(vjp, jax.tree.leaves((whole, shared, layer)))
 
     def unit_backward(
         self, kind: tuple[int, bool], weights: Weights, kept: list[jax.Array], shared: Tree, layer: Any, dy: jax.Array
     ) -> tuple[Tree, jax.Array]:
         """Gradients of the unit's trainable parameters, and of its input."""
-        return self._residuals[kind].rebuild(kept, jax.tree.leaves((weights, shared, layer)))(dy)
+        known = jax.tree.leaves((gathered(weights), shared, layer))
+        dweights, dx = self._residuals[kind].rebuild(kept, known)(dy)
+        return reduced(weights.trainable, dweights), dx

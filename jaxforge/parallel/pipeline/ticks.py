@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxforge.cluster.mesh import STAGE
+from jaxforge.ops.sharded_weight import differentiable, gathered, reduced, whole, with_differentiable
 from jaxforge.optim.paths import join
 from jaxforge.parallel.pipeline.pieces import Gradients, Unit, Weights, add, add_at, take, unit_runs
 
@@ -29,7 +30,7 @@ class Ticks:
     def __init__(self, pipeline: "Pipeline", layers: Weights, ends: Weights, visual: Tree, batch: Tree):
         self.pipeline, self.parts = pipeline, pipeline.parts
         self.layers, self.ends, self.visual, self.batch = layers, ends, visual, batch
-        self.whole_ends = join(ends.trainable, ends.frozen)
+        self.variables = differentiable(ends.trainable)
         self.vocabulary = pipeline.vocabulary
         layout = pipeline.layout
         rank = lax.axis_index(STAGE)
@@ -78,7 +79,7 @@ class Ticks:
                 return x, loss, tokens
 
             def leave(loss, tokens):
-                one, predicted = self.parts.score(self.whole_ends, x, microbatch)
+                one, predicted = self.parts.score(self._ends(), x, microbatch)
                 return loss + one, lax.dynamic_update_index_in_dim(tokens, predicted, number, 0)
 
             loss, tokens = lax.cond(stage == self.num_stages - 1, leave, lambda *a: a, loss, tokens)
@@ -99,7 +100,7 @@ class Ticks:
 
         def enter(x):
             microbatch = self._microbatch(row["entering"])
-            embedded = vocabulary.sum(self._look_up(self.whole_ends, microbatch))
+            embedded = vocabulary.sum(self._look_up(self._ends(), microbatch))
             return lax.cond(
                 self.rank == 0, lambda x: self.parts.fill(embedded, self.visual, microbatch), lambda x: x, x
             )
@@ -116,18 +117,20 @@ class Ticks:
         assert vocabulary is not None
 
         def compute(sums, x):
-            def normed(trainable, x):
-                return self.parts.normed(join(trainable, self.ends.frozen), x)
+            def normed(variables, x):
+                return self.parts.normed(self._ends(variables), x)
 
-            own_hidden, vjp = jax.vjp(normed, self.ends.trainable, x)
+            own_hidden, vjp = jax.vjp(normed, self.variables, x)
             hidden = vocabulary.sum(jnp.where(is_last, own_hidden, 0))
             targets = self._microbatch(row["leaving"])["targets"]
-            head = self.whole_ends[self.parts.head]
-            loss, z, dhidden, dhead = vocabulary.loss_and_gradients(hidden, head, targets, self.pipeline.z)
+            name = self.parts.head
+            loss, z, dhidden, dhead = vocabulary.loss_and_gradients(
+                hidden, self._ends()[name], targets, self.pipeline.z
+            )
             dends, dx = vjp(jnp.where(is_last, dhidden, 0))
             ends = add(sums.ends, dends)
-            if self.parts.head in ends:
-                ends = ends | {self.parts.head: ends[self.parts.head] + dhead.astype(jnp.float32)}
+            if name in ends:
+                ends = ends | {name: ends[name] + reduced(self.ends.trainable[name], dhead).astype(jnp.float32)}
             # every stage has the sums: one counts them
             loss, z = jnp.where(is_last, loss, 0), jnp.where(is_last, z, 0)
             return sums._replace(ends=ends, loss=sums.loss + loss, z=sums.z + z), dx
@@ -146,13 +149,13 @@ class Ticks:
             def fill(embedded, visual):
                 return self.parts.fill(embedded, visual, microbatch)
 
-            def look_up(trainable):
-                return self._look_up(join(trainable, self.ends.frozen), microbatch)
+            def look_up(variables):
+                return self._look_up(self._ends(variables), microbatch)
 
             # linear both, so that any embeddings will do
             first_dx = jnp.where(self.rank == 0, dx, 0)
             dembedded, dvisual = jax.vjp(fill, jnp.zeros_like(dx), self.visual)[1](first_dx)
-            [dends] = jax.vjp(look_up, self.ends.trainable)[1](vocabulary.sum(dembedded))
+            [dends] = jax.vjp(look_up, self.variables)[1](vocabulary.sum(dembedded))
             return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))
 
         return lax.cond(row["back"] >= 0, compute, lambda sums, dx: sums, sums, dx)
@@ -165,9 +168,10 @@ class Ticks:
         assert vocabulary is not None
 
         def compute(loss, tokens):
-            hidden = vocabulary.sum(jnp.where(is_last, self.parts.normed(self.whole_ends, x), 0))
+            ends = self._ends()
+            hidden = vocabulary.sum(jnp.where(is_last, self.parts.normed(ends, x), 0))
             targets = self._microbatch(number)["targets"]
-            one, predicted = vocabulary.score(hidden, self.whole_ends[self.parts.head], targets)
+            one, predicted = vocabulary.score(hidden, ends[self.parts.head], targets)
             predicted = jnp.where(is_last, predicted, 0)
             return loss + jnp.where(is_last, one, 0), lax.dynamic_update_index_in_dim(tokens, predicted, number, 0)
 
@@ -190,7 +194,7 @@ class Ticks:
         if self.vocabulary is not None:
             return x  # it has entered already
         return lax.cond(
-            stage == 0, lambda x: self.parts.enter(self.whole_ends, self.visual, microbatch), lambda x: x, x
+            stage == 0, lambda x: self.parts.enter(self._ends(), self.visual, microbatch), lambda x: x, x
         )
 
     def _by_makeup(self, chunk: jax.Array, of_makeup: Callable, *operands: Any) -> Any:
@@ -230,10 +234,10 @@ class Ticks:
     def _loss(self, sums: Gradients, x: jax.Array, microbatch: Tree) -> tuple[Gradients, jax.Array]:
         """Loss of a microbatch with its gradients; on the last stage."""
 
-        def leave(trainable, x):
-            return self.parts.leave(join(trainable, self.ends.frozen), x, microbatch)
+        def leave(variables, x):
+            return self.parts.leave(self._ends(variables), x, microbatch)
 
-        (loss, z), vjp = jax.vjp(leave, self.ends.trainable, x)
+        (loss, z), vjp = jax.vjp(leave, self.variables, x)
         dends, dx = vjp((jnp.ones_like(loss), jnp.full_like(z, self.pipeline.z)))
         return sums._replace(ends=add(sums.ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
 
@@ -250,8 +254,8 @@ class Ticks:
                 x, pool = carry
                 weights = self._weights(slot + i * size, size)
                 if pool is None:
-                    whole = join(*weights)
-                    return (self.pipeline.apply_unit(kind, whole, x, shared, layer + i * size), None), None
+                    parameters = gathered(join(*weights))
+                    return (self.pipeline.apply_unit(kind, parameters, x, shared, layer + i * size), None), None
                 y, kept = self.pipeline.unit_forward(kind, weights, x, shared, layer + i * size)
                 place = write[kind][run.first_of_kind + i]
                 pool = [lax.dynamic_update_index_in_dim(b, a, place, 0) for b, a in zip(pool, kept, strict=True)]
@@ -288,10 +292,10 @@ class Ticks:
     def _entered(self, sums: Gradients, dx: jax.Array, microbatch: Tree) -> Gradients:
         """The gradients of embedding and visual tokens; on the first stage.  A lookup needs no residuals."""
 
-        def enter(trainable, visual):
-            return self.parts.enter(join(trainable, self.ends.frozen), visual, microbatch)
+        def enter(variables, visual):
+            return self.parts.enter(self._ends(variables), visual, microbatch)
 
-        dends, dvisual = jax.vjp(enter, self.ends.trainable, self.visual)[1](dx)
+        dends, dvisual = jax.vjp(enter, self.variables, self.visual)[1](dx)
         return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))
 
     def _layers_backward(
@@ -320,6 +324,11 @@ class Ticks:
             (dx, dlayers), _ = lax.scan(one, (dx, sums.layers), jnp.arange(run.length - 1, -1, -1))
             sums = sums._replace(layers=dlayers)
         return dx, sums
+
+    def _ends(self, variables: Tree | None = None) -> Tree:
+        """The decoder's parameters beside its layers, whole; as a function of what is differentiated."""
+        trained = self.variables if variables is None else variables
+        return whole(join(with_differentiable(self.ends.trainable, trained), self.ends.frozen))
 
     def _weights(self, slot: jax.Array, count: int) -> Weights:
         return Weights(*(take(tree, slot, count) for tree in self.layers))

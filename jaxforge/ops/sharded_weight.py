@@ -1,0 +1,131 @@
+"""Weights of which a data parallel rank holds or trains only a part, and which are whole while a layer computes.
+
+A `ShardedWeight` takes a parameter's place in a nested dict of parameters, in a region that is manual over the data
+parallel axes.  Loops over stacked layers slice it like an array; `whole` is called where a layer begins.
+
+Gradients are those of a carrier: zeros in the place of the part, which nothing reads, in fp32.  So what comes back is
+the sum over the ranks of this rank's part, at the precision of the sums that it is added to, and no gradient of the
+whole weight lives longer than its layer.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree = Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight", "carrier"], meta_fields=["axes", "dim", "is_part"]
+)
+@dataclasses.dataclass(frozen=True)
+class ShardedWeight:
+    """A weight and this rank's part in it.
+
+    Attributes:
+      weight: this rank's part, or the whole where `is_part` is false.
+      carrier: fp32 zeros of the part's shape, whose gradient is the part's; None for a weight that doesn't train.
+      axes: the mesh axes over which the parts lie, all manual.
+      dim: the dimension that is divided, counted from the last: -1, -2 and so on.
+    """
+
+    weight: jax.Array
+    carrier: jax.Array | None
+    axes: tuple[str, ...]
+    dim: int
+    is_part: bool
+
+    def whole(self) -> jax.Array:
+        """The whole weight; its gradient goes to the carrier, reduced and scattered over the ranks."""
+        if self.carrier is None:
+            return self.gathered()
+        return _with_carrier(self.axes, self.dim, self.is_part, self.carrier, self.weight)
+
+    def gathered(self) -> jax.Array:
+        """The whole weight, without a way back for gradients."""
+        return _gathered(self.axes, self.dim, self.is_part, self.weight)
+
+    def reduced(self, gradient: jax.Array) -> jax.Array:
+        """This rank's part of the sum over the ranks of a gradient of the whole weight, in fp32."""
+        return _scattered(self.axes, self.dim, gradient)
+
+
+def whole(tree: Tree) -> Tree:
+    """The tree with whole weights in the place of sharded ones."""
+    return _map(lambda leaf: leaf.whole() if isinstance(leaf, ShardedWeight) else leaf, tree)
+
+
+def gathered(tree: Tree) -> Tree:
+    """`whole`, of which no gradient is taken."""
+    return _map(lambda leaf: leaf.gathered() if isinstance(leaf, ShardedWeight) else leaf, tree)
+
+
+def differentiable(tree: Tree) -> Tree:
+    """What to differentiate for the gradients of `tree`: carriers in the place of sharded weights."""
+    return _map(lambda leaf: leaf.carrier if isinstance(leaf, ShardedWeight) else leaf, tree)
+
+
+def with_differentiable(tree: Tree, variables: Tree) -> Tree:
+    """`tree` as a function of what `differentiable` gives."""
+
+    def one(leaf, variable):
+        return dataclasses.replace(leaf, carrier=variable) if isinstance(leaf, ShardedWeight) else variable
+
+    return jax.tree.map(one, tree, variables, is_leaf=_is_sharded)
+
+
+def reduced(tree: Tree, gradients: Tree) -> Tree:
+    """Gradients of `gathered(tree)` as those of `differentiable(tree)`."""
+
+    def one(leaf, gradient):
+        return leaf.reduced(gradient) if isinstance(leaf, ShardedWeight) else gradient
+
+    return jax.tree.map(one, tree, gradients, is_leaf=_is_sharded)
+
+
+def holds_parts(tree: Tree) -> bool:
+    """Whether any weight must be gathered before it is used."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_sharded)
+    return any(isinstance(leaf, ShardedWeight) and leaf.is_part for leaf in leaves)
+
+
+def all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: the backward pass gathers weights again and finds everything else kept."""
+    return primitive is not lax.all_gather_p
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, ShardedWeight)
+
+
+def _map(f, tree):
+    return jax.tree.map(f, tree, is_leaf=_is_sharded)
+
+
+def _gathered(axes, dim, is_part, weight):
+    return lax.all_gather(weight, axes, axis=weight.ndim + dim, tiled=True) if is_part else weight
+
+
+def _scattered(axes, dim, gradient):
+    gradient = gradient.astype(jnp.float32)
+    return lax.psum_scatter(gradient, axes, scatter_dimension=gradient.ndim + dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_carrier(axes, dim, is_part, carrier, weight):
+    return _gathered(axes, dim, is_part, weight)
+
+
+def _with_carrier_forward(axes, dim, is_part, carrier, weight):
+    return _gathered(axes, dim, is_part, weight), None
+
+
+def _with_carrier_backward(axes, dim, is_part, _, gradient):
+    return _scattered(axes, dim, gradient), None
+
+
+_with_carrier.defvjp(_with_carrier_forward, _with_carrier_backward)

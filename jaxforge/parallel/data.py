@@ -1,0 +1,224 @@
+"""What is sharded over data parallel ranks: `parallel.data_parallel_sharding_strategy`.
+
+Each strategy shards what the one before it does, and more (ZeRO 1, 2 and 3; Rajbhandari et al. 2019, arXiv:1910.02054):
+
+| strategy | sharded | reductions of gradients | gathers of weights |
+|---|---|---|---|
+| no_shard | nothing | one all-reduce a step | none |
+| optim | fp32 masters, optimizer state | one reduce-scatter a step | one a step, in the compute dtype |
+| optim_grads | sums of gradients too | a reduce-scatter for each layer and microbatch | one a step |
+| optim_grads_params | compute weights too, frozen ones as well | the same | each layer, forward and backward |
+
+A matrix is cut along one of its dimensions, not along its stack of layers, so that a layer is gathered by itself.
+Norms, biases and adapters are small, and stay whole.  What all stages share, and sum their gradients of, is cut over
+the stages as well, but not while the step computes: its masters, optimizer state and reduced gradients.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxforge.cluster.mesh import DATA_AXES, STAGE, large_axes
+from jaxforge.config.errors import ConfigError
+from jaxforge.models.lora import is_adapter
+from jaxforge.ops.sharded_weight import ShardedWeight, whole
+from jaxforge.optim.paths import decays, join, parameter_paths, split
+
+Tree = Any
+# The share of all numbers that may stay whole because no dimension divides: tables of positions, for example.
+_MOST_UNCUT = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a parameter is divided.
+
+    Attributes:
+      dim: the dimension of its array, whose number of dimensions is `ndim`.
+      axes: the mesh axes, the outermost first; stage, where it is one of them, is the last.
+    """
+
+    dim: int
+    ndim: int
+    axes: tuple[str, ...]
+
+    def spec(self, spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+        """`spec` with the dimension over `axes`."""
+        entries = [*spec, *(None,) * (self.ndim - len(spec))]
+        entries[self.dim] = axes or None
+        return PartitionSpec(*entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSharding:
+    """A strategy for the parameters of a model on a mesh.
+
+    Attributes:
+      strategy: the config's word.
+      data_axes: the data parallel axes of more than one device.
+      stage_axes: ("stage",), or () without a pipeline.
+      is_summed_over_stages: whether each stage finds a part of a parameter's gradient, by the parameter's path.
+      cuts: by path; a parameter without one stays whole.
+      layouts: of each parameter, by path, where nothing is sharded over data parallel ranks.
+    """
+
+    strategy: str
+    data_axes: tuple[str, ...]
+    stage_axes: tuple[str, ...]
+    is_summed_over_stages: Callable[[str], bool]
+    cuts: Mapping[str, Cut]
+    layouts: Mapping[str, NamedSharding]
+
+    @property
+    def scatters_at_once(self) -> bool:
+        """Whether the gradients of each layer and microbatch are reduced and scattered when they are found."""
+        return self.strategy in ("optim_grads", "optim_grads_params") and bool(self.data_axes)
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether the step is given parts of the compute weights, and gathers each where it is used."""
+        return self.strategy == "optim_grads_params" and bool(self.data_axes)
+
+    # Outside of the region that computes gradients.
+
+    def trainable_shardings(self, tree: Tree) -> Tree:
+        """NamedShardings of masters, optimizer state and reduced gradients: a tree like `tree`, by its paths."""
+        return jax.tree.map(lambda path: self._laid_out(path, self.gradient_spec), parameter_paths(tree))
+
+    def frozen_shardings(self, tree: Tree) -> Tree:
+        """NamedShardings of parameters that don't train."""
+        return jax.tree.map(lambda path: self._laid_out(path, self.weight_spec), parameter_paths(tree))
+
+    def cast(self, trainable: Tree, dtype: jnp.dtype) -> Tree:
+        """Compute weights of fp32 masters.  What is gathered afterwards is gathered in `dtype`."""
+        weights = jax.tree.map(lambda master: master.astype(dtype), trainable)
+        return lax.with_sharding_constraint(weights, self.trainable_shardings(weights)) if self.cuts else weights
+
+    def weight_spec(self, path: str, spec: PartitionSpec) -> PartitionSpec:
+        """How a compute weight enters the region, from how it would if nothing were sharded."""
+        cut = self.cuts.get(path)
+        return cut.spec(spec, self.data_axes) if cut and self.gathers_layers else spec
+
+    def gradient_spec(self, path: str, spec: PartitionSpec) -> PartitionSpec:
+        """How its gradient leaves the region, likewise."""
+        cut = self.cuts.get(path)
+        return cut.spec(spec, cut.axes) if cut else spec
+
+    def loop_layout(self, path: str) -> NamedSharding:
+        """How a gradient that is scattered at once is summed: over the data parallel axes alone."""
+        layout, cut = self.layouts[path], self.cuts.get(path)
+        data = self.data_axes if self.scatters_at_once else ()
+        return NamedSharding(layout.mesh, cut.spec(layout.spec, data)) if cut and data else layout
+
+    # Inside of it.
+
+    def trained(self, weights: Tree) -> Tree:
+        """Weights that train, with carriers for gradients that are scattered at once."""
+        if not self.scatters_at_once:
+            return weights
+        return self._sharded(weights, lambda weight, cut: jnp.zeros(self._part_shape(weight, cut), jnp.float32))
+
+    def frozen(self, weights: Tree) -> Tree:
+        """Weights that don't."""
+        return self._sharded(weights, lambda weight, cut: None) if self.gathers_layers else weights
+
+    def reduced(self, gradients: Tree) -> Tree:
+        """Gradients summed over all that found a part of them, laid out by `gradient_spec`.
+
+        Args:
+          gradients: this device's, of what `differentiable` gives of `trained` weights.
+        """
+        return jax.tree.map(self._reduced, parameter_paths(gradients), gradients)
+
+    def _reduced(self, path: str, gradient: jax.Array) -> jax.Array:
+        stages = self.stage_axes if self.is_summed_over_stages(path) else ()
+        cut = self.cuts.get(path)
+        if cut is None:
+            axes = stages + self.data_axes
+            return lax.psum(gradient, axes) if axes else gradient
+        if self.data_axes and not self.scatters_at_once:
+            gradient = lax.psum_scatter(gradient, self.data_axes, scatter_dimension=cut.dim, tiled=True)
+        if not stages:
+            return gradient
+        if STAGE in cut.axes:
+            return lax.psum_scatter(gradient, stages, scatter_dimension=cut.dim, tiled=True)
+        return lax.psum(gradient, stages)
+
+    def _laid_out(self, path: str, spec_of: Callable[[str, PartitionSpec], PartitionSpec]) -> NamedSharding:
+        layout = self.layouts[path]
+        return NamedSharding(layout.mesh, spec_of(path, layout.spec))
+
+    def _sharded(self, weights: Tree, carrier_of: Callable[[jax.Array, Cut], jax.Array | None]) -> Tree:
+        def one(path, weight):
+            cut = self.cuts.get(path)
+            if cut is None:
+                return weight
+            carrier, dim = carrier_of(weight, cut), cut.dim - cut.ndim
+            return ShardedWeight(weight, carrier, self.data_axes, dim, is_part=self.gathers_layers)
+
+        return jax.tree.map(one, parameter_paths(weights), weights)
+
+    def _part_shape(self, weight: jax.Array, cut: Cut) -> tuple[int, ...]:
+        parts = 1 if self.gathers_layers else lax.axis_size(self.data_axes)
+        return tuple(size // parts if dim == cut.dim else size for dim, size in enumerate(weight.shape))
+
+
+def whole_but_layers(parameters: Tree) -> Tree:
+    """What a model is given: whole weights, but for the stacks, whose layers are gathered one by one."""
+    layers, others = split(parameters, lambda path: "/layers/" in path)
+    return join(layers, whole(others))
+
+
+def data_sharding(
+    strategy: str, mesh: Mesh, shapes: Tree, is_summed_over_stages: Callable[[str], bool]
+) -> DataSharding:
+    """Cuts for all parameters, `shapes` with the shardings that no_shard has.
+
+    Raises:
+      ConfigError: where matrices that can't be divided are more than a little.
+    """
+    leaves = dict(zip(jax.tree.leaves(parameter_paths(shapes)), jax.tree.leaves(shapes), strict=True))
+    data_axes, stage_axes = large_axes(mesh, DATA_AXES), large_axes(mesh, (STAGE,))
+    layouts = {path: leaf.sharding for path, leaf in leaves.items()}
+    cuts: dict[str, Cut] = {}
+    if strategy != "no_shard":
+        choices = {
+            path: (data_axes + stage_axes, data_axes) if is_summed_over_stages(path) else (data_axes,)
+            for path in leaves
+            if decays(path) and not is_adapter(path)
+        }
+        found = {path: _cut(path, leaves[path], mesh, axes) for path, axes in choices.items()}
+        cuts = {path: cut for path, cut in found.items() if cut is not None}
+        if data_axes:
+            _check(strategy, mesh, leaves, [path for path in found if path not in cuts])
+    return DataSharding(strategy, data_axes, stage_axes, is_summed_over_stages, cuts, layouts)
+
+
+def _cut(path: str, leaf: Any, mesh: Mesh, choices: tuple[tuple[str, ...], ...]) -> Cut | None:
+    """Over the first choice of axes, along the first dimension that they divide: gathered, it needs no transposing."""
+    first = 1 if "/layers/" in path else 0
+    spec = [*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec))]
+    for axes in choices:
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        for dim in range(first, leaf.ndim):
+            if spec[dim] is None and leaf.shape[dim] % parts == 0 and parts > 1:
+                return Cut(dim, leaf.ndim, axes)
+    return None
+
+
+def _check(strategy: str, mesh: Mesh, leaves: Mapping[str, Any], uncut: list[str]) -> None:
+    if sum(leaves[path].size for path in uncut) <= _MOST_UNCUT * sum(leaf.size for leaf in leaves.values()):
+        return
+    path = max(uncut, key=lambda path: leaves[path].size)
+    parts = math.prod(mesh.shape[axis] for axis in DATA_AXES)
+    raise ConfigError(
+        f"parallel.data_parallel_sharding_strategy={strategy} cuts matrices into {parts} parts, one for each data"
+        f" parallel rank, along a dimension that tensor parallelism doesn't cut; {path} of shape {leaves[path].shape}"
+        f" has none that {parts} divides; use no_shard, or other parallel sizes"
+    )

@@ -1,0 +1,111 @@
+"""What the memory of a step consists of, by formula: from shapes, shardings and the strategy that shards them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxforge.config.schema import Config
+from jaxforge.optim.paths import parameter_paths, split
+from jaxforge.parallel.pipeline.choice import is_over_stages, stage_units
+from jaxforge.parallel.pipeline.layout import PipelineLayout
+from jaxforge.training.program import Program, bytes_per_device, compute_dtype
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryParts:
+    """What the arguments and the temporary memory of a GPU consist of, in bytes.
+
+    Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients and
+    compute weights are computed too; `activations` is what remains of the temporary memory at its peak: saved
+    activations, logits, communication buffers and workspace.  (Memory is used again within a step, so they may be
+    larger at a moment when gradients don't all exist yet.)
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    compute_weights: int
+    activations: int
+
+
+def memory_parts(
+    config: Config, program: Program, batch: Tree, temporary: int, stages: PipelineLayout | None
+) -> MemoryParts:
+    """Of a program compiled for GPUs.
+
+    Args:
+      batch: shapes with shardings.
+      temporary: bytes, from the compiled program.
+      stages: the layout of the pipeline, if there is one.
+    """
+    state = program.abstract_state
+    gradients = _gradient_bytes(config, program, stages)
+    compute_weights = _compute_weight_bytes(config, program, stages)
+    return MemoryParts(
+        parameters=bytes_per_device((state["trainable"], state["frozen"])),
+        optimizer=bytes_per_device((state["optimizer"], state["step"])),
+        batch=bytes_per_device(batch),
+        gradients=gradients,
+        compute_weights=compute_weights,
+        # below 0 where the compiler fuses small tensors away or reuses their memory
+        activations=max(0, temporary - gradients - compute_weights),
+    )
+
+
+def _gradient_bytes(config: Config, program: Program, stages: PipelineLayout | None) -> int:
+    """fp32 sums over microbatches, and beside them the gradients that the backward pass has just found.
+
+    The latter are in the compute dtype and of the whole model; with a pipeline, which adds them layer by layer, of the
+    largest unit and of what each stage holds beside layers.  Where they are scattered at once, the sums are parts, and
+    so is, in fp32, what one microbatch of all layers gives without a pipeline.
+    """
+    trainable, sharding = program.abstract_state["trainable"], program.sharding
+    itemsize = compute_dtype(config, "gpu").itemsize
+    if not sharding.scatters_at_once:
+        return 4 * _numbers(program, trainable) + itemsize * _found_at_once(config, program, stages)
+    sums = 4 * _numbers(program, trainable, in_parts=True)
+    return 2 * sums if stages is None else sums + itemsize * _found_at_once(config, program, stages)
+
+
+def _compute_weight_bytes(config: Config, program: Program, stages: PipelineLayout | None) -> int:
+    """The cast weights that train; frozen ones are kept in the compute dtype and used as they are.
+
+    Where layers are gathered, parts of all, and whole a layer at a time and what lies beside layers.
+    """
+    trainable, frozen = program.abstract_state["trainable"], program.abstract_state["frozen"]
+    dtype = compute_dtype(config, "gpu")
+    if not program.sharding.gathers_layers:
+        return dtype.itemsize * _numbers(program, trainable) if dtype != np.float32 else 0
+    parts = dtype.itemsize * _numbers(program, trainable, in_parts=True) if dtype != np.float32 else 0
+    return parts + dtype.itemsize * sum(_found_of(config, program, tree, stages) for tree in (trainable, frozen))
+
+
+def _found_at_once(config: Config, program: Program, stages: PipelineLayout | None) -> int:
+    trainable = program.abstract_state["trainable"]
+    return _numbers(program, trainable) if stages is None else _found_of(config, program, trainable, stages)
+
+
+def _found_of(config: Config, program: Program, tree: Tree, stages: PipelineLayout | None) -> int:
+    """Numbers of the largest unit of layers, and of everything beside the decoder's layers."""
+    layers, others = split(tree, is_over_stages)
+    slots, unit = config.model.decoder.num_layers, 1
+    if stages is not None:
+        slots = stages.slots_per_rank
+        unit = max(unit.num_layers for units in stage_units(config, stages) for unit in units)
+    return _numbers(program, layers) // slots * unit + _numbers(program, others)
+
+
+def _numbers(program: Program, tree: Tree, *, in_parts: bool = False) -> int:
+    """How many numbers a device holds of parameters while it computes: whole, or this data parallel rank's part."""
+
+    def count(path, leaf):
+        layout = program.sharding.loop_layout(path) if in_parts else program.sharding.layouts[path]
+        return math.prod(layout.shard_shape(leaf.shape))
+
+    return sum(jax.tree.leaves(jax.tree.map(count, parameter_paths(tree), tree)))

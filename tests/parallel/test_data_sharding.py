@@ -1,0 +1,170 @@
+"""Every data_parallel_sharding_strategy has the loss and gradients of one device, and cuts what it says."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from encoder_cases import ENCODER_HETERO_DP, FULL_HETERO_DP, HETERO_TP, rows_with_images, vision_config
+from encoder_cases import Case as VisionCase
+from flax import nnx
+from one_device import deviation, loss_and_gradients, loss_of
+from pipeline_cases import Case, problem, text_config, twelve_rows, unplaced
+from tiny_models import random_parameters
+
+from jaxforge.cluster.mesh import MeshLayout, build_mesh
+from jaxforge.config import ConfigError
+from jaxforge.config.schema import AdapterConfig, LoraConfig
+from jaxforge.training.program import build_program, make_model
+
+TEXT = [
+    Case(1, tensor=2, data=4, sequence_parallel=True, sharding="optim"),
+    Case(1, tensor=2, data=4, sharding="optim_grads"),
+    Case(1, data=4, micro_batch=3, recompute=("uniform", 2), sharding="optim_grads"),
+    Case(1, tensor=2, data=4, sequence_parallel=True, sharding="optim_grads_params"),
+    Case(1, data=2, recompute=("block", 3), sharding="optim_grads_params"),
+    Case(2, 2, data=2, vocabulary_over_stages=True, sharding="optim"),
+    Case(4, 1, uneven=True, data=2, sharding="optim"),  # embedding and head over data and stage
+    Case(4, 1, sharding="optim"),  # over stage alone
+    Case(2, 1, uneven=True, tensor=2, data=2, recompute=("uniform", 2), sharding="optim_grads"),
+    Case(2, 2, data=4, vocabulary_over_stages=True, sharding="optim_grads_params"),
+    Case(4, 1, uneven=True, data=2, sharding="optim_grads_params"),
+]
+VISION = [
+    VisionCase("qwen2_5_vit", HETERO_TP, tensor=2, data=2, sharding="optim_grads_params", encoder_recompute=True),
+    VisionCase("qwen3_vit", ENCODER_HETERO_DP, tensor=2, data=4, sharding="optim_grads_params"),
+    VisionCase("qwen3_vit", FULL_HETERO_DP, 2, uneven=True, tensor=2, data=2, sharding="optim_grads_params"),
+    VisionCase("qwen2_5_vit", FULL_HETERO_DP, 2, data=2, vocabulary_over_stages=True, sharding="optim"),
+    VisionCase("qwen3_vit", HETERO_TP, 2, 2, data=2, vocabulary_over_stages=True, sharding="optim_grads"),
+]
+
+
+@functools.cache
+def vision_problem(encoder):
+    config = vision_config(encoder)
+    parameters, rows = random_parameters(config), rows_with_images(config)
+    return parameters, rows, *loss_and_gradients(config, parameters, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_text_model_has_the_gradients_of_one_device(compiler):
+    parameters, rows, *expected = problem()
+    pending = []
+    for case in TEXT:
+        config = case.config()
+        program = case.program(config)
+        arguments = case.arguments(program, config, parameters, rows)
+        pending.append((case, config, compiler.submit(program.gradients.lower(*arguments).compile), arguments))
+    for case, config, executable, arguments in pending:
+        gradients, sums = executable.result()(*arguments)
+        deviation(loss_of(config, sums), unplaced(config, gradients), *expected).assert_small(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_vision_model_has_the_gradients_of_one_device(compiler):
+    pending = []
+    for case in VISION:
+        parameters, rows, *_ = vision_problem(case.encoder)
+        config = case.config()
+        program = case.program(config)
+        arguments = case.parameters(program, config, parameters), case.batch(program, config, rows)
+        pending.append((case, config, compiler.submit(program.gradients.lower(*arguments).compile), arguments))
+    for case, config, executable, arguments in pending:
+        gradients, sums = executable.result()(*arguments)
+        expected = vision_problem(case.encoder)[2:]
+        deviation(loss_of(config, sums), case.by_layer(config, gradients), *expected).assert_small(case)
+
+
+@pytest.mark.parametrize("case", [Case(1, data=4), Case(2, data=2)], ids=["no pipeline", "pipeline"])
+def test_adapters_train_on_a_base_that_is_cut(case):
+    # scales of 1, as in test_lora_layouts.py
+    lora = LoraConfig(decoder=AdapterConfig(rank=3, alpha=3.0), train_also=("decoder/head_VD",))
+    plain = dataclasses.replace(text_config(), lora=lora)
+    parameters, rows = random_parameters(plain), twelve_rows(plain)
+    case = dataclasses.replace(case, sharding="optim_grads_params")
+    config = dataclasses.replace(case.config(), lora=lora)
+    program = case.program(config)
+    gradients, sums = program.gradients(*case.arguments(program, config, parameters, rows))
+    found = loss_of(config, sums), unplaced(config, gradients)
+    deviation(*found, *loss_and_gradients(plain, parameters, rows)).assert_small(case)
+    assert "replica" in program.abstract_state["frozen"]["decoder"]["layers"]["mlp"]["up_DF"].sharding.spec
+
+
+@pytest.mark.parametrize("case", [Case(1, data=4), Case(2, data=2, vocabulary_over_stages=True)])
+def test_scores_are_those_of_one_device(case):
+    parameters, rows, *_ = problem()
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(text_config(), "xla", nnx.Rngs(params=0))))
+    expected, expected_RS = jax.jit(lambda parameters: nnx.merge(graph, parameters).score(rows))(parameters)
+    case = dataclasses.replace(case, sharding="optim_grads_params")
+    config = case.config()
+    program = case.program(config)
+    placed, batch = case.arguments(program, config, parameters, rows)
+    loss, _, tokens_MBS = program.score({"trainable": placed, "frozen": {}}, batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_array_equal(np.asarray(tokens_MBS).reshape(expected_RS.shape), expected_RS)
+
+
+def test_a_step_clips_by_the_norm_of_one_device_and_leaves_the_state_cut():
+    # a first Adam step without decay is rate * g / (|g| + epsilon): with this epsilon the clipping shows
+    parameters, rows, _, gradients = problem()
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
+    case = Case(1, data=4, sharding="optim_grads")
+    config = case.config(optimizer=dict(learning_rate=1.0, adam_eps=1.0, weight_decay=0.0, clip_grad=norm / 4))
+    program = case.program(config)
+    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), program.abstract_state)
+    state["trainable"], batch = case.arguments(program, config, parameters, rows)
+    state, metrics = program.train_step(state, batch)
+
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    updates = jax.tree.map(lambda before, after: before - np.asarray(after), parameters, state["trainable"])
+    expected = jax.tree.map(lambda g: (g / 4) / (np.abs(g / 4) + 1), gradients)
+    deviation(1.0, updates, 1.0, expected).assert_small(case)
+    moment = state["optimizer"][1].mu["decoder"]["layers"]["mlp"]["up_DF"]
+    assert moment.addressable_shards[0].data.size * 4 == moment.size
+
+
+def abstract_state(case: Case, **groups):
+    config = case.config(**groups)
+    mesh = build_mesh(MeshLayout.from_config(config, 8), jax.devices())
+    return build_program(config, mesh, "cpu").abstract_state
+
+
+def numbers_per_device(shape):
+    return int(np.prod(shape.sharding.shard_shape(shape.shape)))
+
+
+@pytest.mark.parametrize(
+    "case, tables, matrices",
+    [
+        # of 8 devices: parts of embedding and head, and of a matrix of the layers
+        (Case(1, tensor=2, data=4, sharding="no_shard"), 2, 2),
+        (Case(1, tensor=2, data=4, sharding="optim"), 8, 8),
+        (Case(2, tensor=2, data=2, sharding="optim"), 8, 8),  # tensor, data, stage; tensor, stage, data
+        (Case(2, tensor=2, data=2, vocabulary_over_stages=True, sharding="optim"), 8, 8),
+        (Case(4, tensor=2, sharding="optim"), 8, 8),  # without data parallel ranks, the tables alone are cut more
+        (Case(4, tensor=2, sharding="no_shard"), 2, 8),
+    ],
+)
+def test_masters_and_moments_are_cut_over_all_that_would_repeat_them(case, tables, matrices):
+    state = abstract_state(case)
+    for tree in (state["trainable"], state["optimizer"][1].mu, state["optimizer"][1].nu):
+        decoder = tree["decoder"]
+        for name in ("embedding_VD", "head_VD"):
+            assert decoder[name].size == tables * numbers_per_device(decoder[name])
+        up = decoder["layers"]["mlp"]["up_DF"]
+        assert up.size == matrices * numbers_per_device(up)
+        scale = decoder["final_norm"]["scale"]
+        assert scale.size == numbers_per_device(scale)  # a norm is small, and stays whole
+
+
+def test_matrices_that_cannot_be_cut_are_refused_where_they_are_more_than_a_little():
+    narrow = dict(hidden_size=12, ffn_hidden_size=12, num_attention_heads=2, num_query_groups=2, kv_channels=8)
+    with pytest.raises(ConfigError, match=r"into 8 parts.*; decoder/.* of shape \(8, 12, 12\) has none that 8 divides"):
+        abstract_state(Case(1, data=8, sharding="optim"), decoder_changes=narrow)
+    # Qwen3-VL's table of 9 positions, over 2 ranks
+    state = abstract_state(VisionCase("qwen3_vit", HETERO_TP, tensor=4, data=2, sharding="optim"))
+    assert state["trainable"]["encoder"]["position_ND"].sharding.spec[0] is None
