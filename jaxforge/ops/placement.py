@@ -46,11 +46,14 @@ class Placement:
             return x
         return _reshard(self, before, after, x)
 
-    def island(self, f: Callable, in_names: Sequence[Names], out_names: Any) -> Callable:
+    def island(
+        self, f: Callable, in_names: Sequence[Names], out_names: Any, *, check_vma: bool = True
+    ) -> Callable:
         """`f` made manual over the tensor axes: it sees local shards, and reduces over `axes(name)` itself.
 
         On a single device `f` is called as it is, and collectives over `axes(name) == ()` do nothing.
-        `out_names` is a tuple of names for one output, or a list of such tuples.
+        `out_names` is a tuple of names for one output, or a list of such tuples.  `check_vma` is JAX's: without it `f`
+        isn't differentiated by JAX, and may call kernels and carry constants through loops as they are.
         """
         if not self.manual_axes:
             return f
@@ -62,7 +65,7 @@ class Placement:
             axis_names=set(self.manual_axes),
             # with it JAX knows what is equal along an axis, and reduces cotangents along no axis that it needn't: the
             # encoder's aren't summed over tensor_outer, along which all of them are equal
-            check_vma=True,
+            check_vma=check_vma,
         )
 
 
