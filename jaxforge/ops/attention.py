@@ -1,62 +1,149 @@
 """Attention within segments of packed rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.ops.placement import Placement
+from pallas_kernels.attention_blocks import PackedMask, packed_mask
+from pallas_kernels.flash_attention import MASKED, flash_attention, flash_attention_gradients, output_delta
 
-MASKED = -1e30  # finite: a row without any key must not become NaN
+_HEADS = (None, None, "heads", None)
+_KV_HEADS = (None, None, "kv_heads", None)
+_LOG_SUM_EXP = (None, "heads", None)
+_WHOLE = ()  # all arrays of a mask
 
 
 def attention(
     q_BSHK: jax.Array,
     k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
+    v_BSGW: jax.Array,
     segment_ids_BS: jax.Array,
     *,
     causal: bool,
     backend: str,
     placement: Placement,
+    mask: PackedMask | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v among tokens of one segment; segment 0 is padding and gives 0.  Returns [B, S, H, K].
+    """softmax(q k^T / sqrt(K)) v among tokens of one segment; segment 0 is padding and gives 0.  Returns [B, S, H, W].
 
-    `backend` is "xla" or "cudnn".  Heads may be sharded over tensor; G divides H, each key head serving H / G queries.
+    Heads may be sharded over tensor; G divides H, each key head serving H / G queries.
+
+    Args:
+      backend: "xla" and "cudnn" hold [S, S] numbers, of each head or of all; "flash" doesn't.
+      mask: for flash, `packed_mask` of these segments, which a caller makes once for many layers; made here if None.
     """
-    heads = (None, None, "heads", None)
-    kv_heads = (None, None, "kv_heads", None)
-    compute = _cudnn_attention if backend == "cudnn" else reference_attention
-    island = placement.island(
-        lambda q, k, v, segments: compute(q, k, v, segments, causal=causal),
-        [heads, kv_heads, kv_heads, (None, None)],
-        heads,
-    )
-    return island(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS)
+    if backend == "flash":
+        if mask is None:
+            mask = packed_mask(segment_ids_BS, segment_ids_BS, causal=causal)
+        assert mask.causal == causal, "the mask and `causal` disagree"
+        return _flash_attention(placement, q_BSHK, k_BSGK, v_BSGW, mask)
+    assert mask is None, f"{backend} attention makes its own mask"
+    compute = functools.partial(_cudnn_attention if backend == "cudnn" else _xla_attention, causal=causal)
+    island = placement.island(compute, [_HEADS, _KV_HEADS, _KV_HEADS, (None, None)], _HEADS)
+    out_BSHW = island(q_BSHK, k_BSGK, v_BSGW, segment_ids_BS)
+    # of cuDNN it is the kernel's own output that is kept: see jaxforge.memory.policy
+    return out_BSHW if backend == "cudnn" else checkpoint_name(out_BSHW, "core_attn")
 
 
-def segment_mask(segment_ids_BS: jax.Array, *, causal: bool) -> jax.Array:
-    """True where query s may see key t: same segment, not padding, and t <= s if causal.  [B, S, S] bool."""
-    mask_BST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]) & (segment_ids_BS > 0)[:, :, None]
+def visible_keys(
+    q_segments_BS: jax.Array,
+    k_segments_BT: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+    q_positions_BS: jax.Array | None = None,
+    k_positions_BT: jax.Array | None = None,
+) -> jax.Array:
+    """True where query s may see key t, of the same segment and not padding.  [B, S, T] bool
+
+    If causal, the key doesn't come after the query, nor lie more than `window` positions before it.  Positions are by
+    default those in the row.
+    """
+    visible_BST = (q_segments_BS[:, :, None] == k_segments_BT[:, None, :]) & (q_segments_BS > 0)[:, :, None]
     if causal:
-        length = segment_ids_BS.shape[1]
-        mask_BST &= jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
-    return mask_BST
+        q_BS = jnp.arange(q_segments_BS.shape[1])[None] if q_positions_BS is None else q_positions_BS
+        k_BT = jnp.arange(k_segments_BT.shape[1])[None] if k_positions_BT is None else k_positions_BT
+        back_BST = q_BS[:, :, None] - k_BT[:, None, :]
+        visible_BST &= back_BST >= 0
+        if window is not None:
+            visible_BST &= back_BST <= window
+    return visible_BST
 
 
-def reference_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, *, causal: bool) -> jax.Array:
-    """The definition, with the whole [S, S] in fp32.  Dtype of the result is that of `v`."""
+def reference_attention(q_BSHK, k_BTGK, v_BTGW, visible_BST) -> tuple[jax.Array, jax.Array]:
+    """The definition, with all scores in fp32: out_BSHW in the dtype of `v`, and the log-sum-exp of the scores.
+
+    A query that sees nothing gives 0 and `MASKED`.  lse_BHS is float32.
+    """
     B, S, H, K = q_BSHK.shape
-    G = k_BSGK.shape[2]
+    G, W = v_BTGW.shape[2:]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    scores_BGRST = jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BSGK, preferred_element_type=jnp.float32) * K**-0.5
-    mask_B11ST = segment_mask(segment_ids_BS, causal=causal)[:, None, None]
-    scores_BGRST = jnp.where(mask_B11ST, scores_BGRST, MASKED)
+    scores_BGRST = jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32) * K**-0.5
+    visible_B11ST = visible_BST[:, None, None]
+    scores_BGRST = jnp.where(visible_B11ST, scores_BGRST, MASKED)
     # softmax of a fully masked query would be uniform: the second mask makes it 0
-    weights_BGRST = jnp.where(mask_B11ST, jax.nn.softmax(scores_BGRST, axis=-1), 0).astype(v_BSGK.dtype)
-    return jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST, v_BSGK).reshape(B, S, H, K)
+    weights_BGRST = jnp.where(visible_B11ST, _softmax(scores_BGRST), 0).astype(v_BTGW.dtype)
+    out_BSHW = jnp.einsum("BGRST,BTGW->BSGRW", weights_BGRST, v_BTGW).reshape(B, S, H, W)
+    lse_BGRS = jnp.where(visible_B11ST.any(-1), jax.nn.logsumexp(scores_BGRST, axis=-1), MASKED)
+    return out_BSHW, lse_BGRS.reshape(B, H, S)
+
+
+@jax.custom_jvp
+def _softmax(scores: jax.Array) -> jax.Array:
+    """Over the last dimension; what its derivative reads has a name, and so may be kept."""
+    return checkpoint_name(jax.nn.softmax(scores, axis=-1), "core_attn")
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    [scores], [dscores] = primals, tangents
+    weights = checkpoint_name(jax.nn.softmax(scores, axis=-1), "core_attn")
+    return weights, weights * (dscores - jnp.sum(weights * dscores, axis=-1, keepdims=True))
+
+
+def _xla_attention(q_BSHK, k_BSGK, v_BSGW, segment_ids_BS, *, causal: bool) -> jax.Array:
+    visible_BSS = visible_keys(segment_ids_BS, segment_ids_BS, causal=causal)
+    return reference_attention(q_BSHK, k_BSGK, v_BSGW, visible_BSS)[0]
 
 
 def _cudnn_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, *, causal: bool) -> jax.Array:
     """cuDNN's flash attention.  Its public entry knows no packing, so segments become an S x S bias shared by heads."""
-    mask_B1ST = segment_mask(segment_ids_BS, causal=causal)[:, None]
-    out_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, mask=mask_B1ST, implementation="cudnn")
+    mask_B1SS = visible_keys(segment_ids_BS, segment_ids_BS, causal=causal)[:, None]
+    out_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, mask=mask_B1SS, implementation="cudnn")
     return jnp.where((segment_ids_BS > 0)[:, :, None, None], out_BSHK, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash_attention(placement: Placement, q_BSHK, k_BSGK, v_BSGW, mask: PackedMask) -> jax.Array:
+    return _flash_forward(placement, q_BSHK, k_BSGK, v_BSGW, mask)[0]
+
+
+def _flash_forward(placement, q_BSHK, k_BSGK, v_BSGW, mask):
+    # JAX doesn't differentiate the island, whose backward pass is one of its own: see below
+    island = placement.island(
+        flash_attention, [_HEADS, _KV_HEADS, _KV_HEADS, _WHOLE], [_HEADS, _LOG_SUM_EXP], check_vma=False
+    )
+    out_BSHW, lse_BHS = checkpoint_name(island(q_BSHK, k_BSGK, v_BSGW, mask), "core_attn")
+    return out_BSHW, (q_BSHK, k_BSGK, v_BSGW, mask, out_BSHW, lse_BHS)
+
+
+def _flash_backward(placement, residuals, dout_BSHW):
+    """Heads are apart, so nothing is exchanged.  Kernels can't be interpreted where JAX checks what varies."""
+
+    def gradients(q_BSHK, k_BSGK, v_BSGW, mask, out_BSHW, lse_BHS, dout_BSHW):
+        delta_BHS = output_delta(out_BSHW, dout_BSHW)
+        return flash_attention_gradients(q_BSHK, k_BSGK, v_BSGW, mask, lse_BHS, dout_BSHW, delta_BHS)
+
+    island = placement.island(
+        gradients,
+        [_HEADS, _KV_HEADS, _KV_HEADS, _WHOLE, _HEADS, _LOG_SUM_EXP, _HEADS],
+        [_HEADS, _KV_HEADS, _KV_HEADS],
+        check_vma=False,
+    )
+    return *island(*residuals, dout_BSHW), None
+
+
+_flash_attention.defvjp(_flash_forward, _flash_backward)
