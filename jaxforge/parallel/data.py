@@ -9,7 +9,8 @@ Each strategy shards what the one before it does, and more (ZeRO 1, 2 and 3; Raj
 | optim_grads | sums of gradients too | a reduce-scatter for each layer and microbatch | one a step |
 | optim_grads_params | compute weights too, frozen ones as well | the same | each layer, forward and backward |
 
-A matrix is cut along one of its dimensions, not along its stack of layers, so that a layer is gathered by itself.
+A matrix is cut along one of its dimensions; along its stack of layers only with optim, because with the others a layer
+is gathered, or its gradient scattered, by itself.
 Norms, biases and adapters are small, and stay whole.  What all stages share, and sum their gradients of, is cut over
 the stages as well, but not while the step computes: its masters, optimizer state and reduced gradients.
 """
@@ -193,21 +194,27 @@ def data_sharding(
             for path in leaves
             if decays(path) and not is_adapter(path)
         }
-        found = {path: _cut(path, leaves[path], mesh, axes) for path, axes in choices.items()}
+        cuts_stacks = strategy == "optim"
+        found = {path: _cut(leaves[path], mesh, axes, _first(path, cuts_stacks)) for path, axes in choices.items()}
         cuts = {path: cut for path, cut in found.items() if cut is not None}
         if data_axes:
             _check(strategy, mesh, leaves, [path for path in found if path not in cuts])
     return DataSharding(strategy, data_axes, stage_axes, is_summed_over_stages, cuts, layouts)
 
 
-def _cut(path: str, leaf: Any, mesh: Mesh, choices: tuple[tuple[str, ...], ...]) -> Cut | None:
-    """Over the first choice of axes, along the first dimension that they divide: gathered, it needs no transposing."""
-    first = 1 if "/layers/" in path else 0
-    spec = [*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec))]
+def _first(path: str, cuts_stacks: bool) -> int:
+    """The first dimension that may be cut."""
+    return 1 if "/layers/" in path and not cuts_stacks else 0
+
+
+def _cut(leaf: Any, mesh: Mesh, choices: tuple[tuple[str, ...], ...], first: int) -> Cut | None:
+    """Over the first choice of axes, along the first dimension that they divide: XLA moves whole first dimensions, and
+    transposes a copy for any other."""
+    free = leaf.sharding.shard_shape(leaf.shape)
     for axes in choices:
         parts = math.prod(mesh.shape[axis] for axis in axes)
         for dim in range(first, leaf.ndim):
-            if spec[dim] is None and leaf.shape[dim] % parts == 0 and parts > 1:
+            if free[dim] == leaf.shape[dim] and leaf.shape[dim] % parts == 0 and parts > 1:
                 return Cut(dim, leaf.ndim, axes)
     return None
 
