@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxforge.config.schema import EncoderConfig
 from jaxforge.data.patches import patch_windows
-from jaxforge.ops.attention import attention
+from jaxforge.ops.attention import attention, row_segments
 from jaxforge.ops.placement import SINGLE_DEVICE
 
 
@@ -132,6 +132,7 @@ def ways(case: Case, backends: tuple[str, ...]) -> dict[str, Callable]:
 
 
 def _attend(q, k, v, segments, *, causal, backend):
+    segments = row_segments(segments, causal=causal, backend=backend)
     return attention(q, k, v, segments, causal=causal, backend=backend, placement=SINGLE_DEVICE)
 
 

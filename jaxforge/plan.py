@@ -76,6 +76,8 @@ def show(report: "PlanReport", console: Console) -> None:
     console.print(verdict(report), markup=False)
     if len(report.pipeline.layers_by_rank) > 1:
         console.print(pipeline_line(report.pipeline), markup=False)
+    if report.activations:
+        console.print(activations_table(report))
     console.print(collectives_table(report))
     from jaxforge.cluster import parse_topology
 
@@ -115,6 +117,28 @@ def memory_table(report: "PlanReport") -> Table:
     table.add_row("reserve (CUDA, NCCL, cuDNN)", gib(report.reserve_bytes), "allowance")
     table.add_row("capacity", gib(device.capacity), "data sheet")
     table.add_row("host memory", gib(report.host_bytes), compiler)
+    if parts.host_state:
+        table.add_row("  masters and moments", gib(parts.host_state), shapes)
+    return table
+
+
+def activations_table(report: "PlanReport") -> Table:
+    """What each activation costs: where it is kept, and what computing it again would take instead."""
+    table = Table(title="activations of the layers, on each GPU", title_justify="left")
+    for name in ("of", "activation", "action"):
+        table.add_column(name)
+    for name in ("MiB a layer", "GiB kept", "GiB in host memory", "GFLOP to recompute a layer"):
+        table.add_column(name, justify="right")
+    for one in report.activations:
+        table.add_row(
+            one.part,
+            one.name,
+            one.action,
+            f"{one.layer_bytes / 2**20:.2f}",
+            gib(one.device_bytes),
+            gib(one.host_bytes),
+            f"{one.recompute_flops / 1e9:.3g}",
+        )
     return table
 
 

@@ -35,7 +35,11 @@ from pallas_kernels.flash_attention_kernels import (
 )
 from pallas_kernels.head_blocks import padded
 
-__all__ = ["MASKED", "flash_attention", "flash_attention_gradients", "output_delta"]
+__all__ = ["MASKED", "HeadTooWide", "flash_attention", "flash_attention_gradients", "output_delta"]
+
+
+class HeadTooWide(ValueError):
+    """A head whose blocks don't fit into the shared memory of a GPU."""
 
 
 def flash_attention(
@@ -109,13 +113,13 @@ _PLANS = {
 
 
 def _plan(shape: Shape) -> _Plan:
-    """Raises ValueError where no plan is wide enough."""
+    """Raises HeadTooWide where no plan is wide enough."""
     width = padded(shape.K) + padded(shape.W)
     for limit, plan in _PLANS.items():
         if width * shape.dtype.itemsize <= limit:
             return plan
     most = max(_PLANS) // shape.dtype.itemsize
-    raise ValueError(f"heads of {shape.K} and values of {shape.W} are {width} padded, at most {most} in {shape.dtype}")
+    raise HeadTooWide(f"heads of {shape.K} and values of {shape.W} are {width} padded, at most {most} in {shape.dtype}")
 
 
 def _shape_of(q, k, v, mask: PackedMask, scale: float | None) -> Shape:

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -7,9 +8,11 @@ from rich.console import Console
 from jaxforge.config import ConfigError, load_config, resolve, validate
 from jaxforge.plan import main, show
 from jaxforge.training import planning
+from jaxforge.training.activation_costs import ActivationCost
 from jaxforge.training.collectives import Collective
 from jaxforge.training.memory_parts import MemoryParts
 from jaxforge.training.planning import DeviceBytes, Pipeline, PlanReport
+from pallas_kernels.flash_attention import HeadTooWide
 
 GIB = 2**30
 
@@ -30,9 +33,13 @@ def report(peak_gib: int, *, collectives: tuple[Collective, ...] = (), pipeline:
         tokens_per_step=65536,
         compile_seconds=1.0,
         pipeline=pipeline,
-        memory_parts=MemoryParts(4 * GIB, 8 * GIB, GIB, 6 * GIB, 2 * GIB, (temporary - 8) * GIB),
+        memory_parts=MemoryParts(4 * GIB, 8 * GIB, GIB, 6 * GIB, 2 * GIB, (temporary - 8) * GIB, host_state=0),
         reserve_bytes=2 * GIB,
         num_parameters=10**9,
+        activations=[
+            ActivationCost("decoder", "mlp_up", "save", 2**20, 3 * 10**9, 2 * GIB, 0),
+            ActivationCost("encoder", "query", "offload", 3 * 2**19, 10**9, 0, 3 * GIB),
+        ],
     )
 
 
@@ -53,6 +60,25 @@ def test_the_memory_table_adds_up_to_the_peak():
     below = ("gradients (fp32 sum, bfloat16)", "compute weights", "activations, workspace")
     assert sum(figures[name] for name in top) == figures["peak"] == 33
     assert sum(figures[name] for name in below) == figures["temporary"] == 20
+
+
+def test_what_lies_in_host_memory_of_the_state_is_shown_where_some_does():
+    offloaded = report(33)
+    offloaded = dataclasses.replace(
+        offloaded,
+        host_bytes=7 * GIB,
+        memory_parts=dataclasses.replace(offloaded.memory_parts, host_state=5 * GIB),
+    )
+    rows = [line.replace("│", " ").split() for line in shown(offloaded).splitlines()]
+    assert ["host", "memory", "7.00", "compiled", "program"] in rows
+    assert ["masters", "and", "moments", "5.00", "shapes", "and", "shardings"] in rows
+    assert "masters and moments" not in shown(report(33))
+
+
+def test_activations_are_shown_with_what_they_take_and_what_recomputing_them_would():
+    rows = [line.replace("│", " ").split() for line in shown(report(33)).splitlines()]
+    assert ["decoder", "mlp_up", "save", "1.00", "2.00", "0.00", "3"] in rows
+    assert ["encoder", "query", "offload", "1.50", "0.00", "3.00", "1"] in rows
 
 
 def test_the_verdict_says_how_much_is_left_or_missing():
@@ -148,6 +174,7 @@ def test_what_the_user_can_mend_is_a_config_error_before_anything_is_compiled(
         (RuntimeError("cuDNN is not detected."), "pip install --no-deps nvidia-cudnn-cu12"),
         (RuntimeError("UNAVAILABLE: No PTX compilation provider is available."), "nvidia-cuda-nvcc-cu12"),
         (NotImplementedError("The head dim must be <= 128 and a multiple of 8, but got 12."), "attention_backend=xla"),
+        (HeadTooWide("heads of 512 and values of 512"), "is flash on GPU, which can't compute this: heads of 512"),
     ],
 )
 def test_a_missing_library_or_an_unsupported_head_is_told_with_the_way_out(monkeypatch, error, message):
@@ -160,7 +187,9 @@ def test_a_missing_library_or_an_unsupported_head_is_told_with_the_way_out(monke
     monkeypatch.setattr(planning, "describe_plan", lambda *_: "")
     monkeypatch.setattr(planning, "build_program", fail)
     with pytest.raises(ConfigError, match=message):
-        planning.plan(load_config("configs/llama3_1_8b_pretrain.py"), say=lambda line: None)
+        backend = "flash" if isinstance(error, HeadTooWide) else "cudnn"
+        overrides = [f"train.attention_backend={backend}"]
+        planning.plan(load_config("configs/llama3_1_8b_pretrain.py", overrides), say=lambda line: None)
 
 
 @pytest.mark.parametrize("recipe", ["qwen2_5_vl_7b_pretrain", "llama3_1_8b_pretrain"])

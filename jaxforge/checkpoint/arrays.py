@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.models import VisionLanguageModel
+from jaxforge.optim.host_memory import is_in_host_memory, moved, to_device
 from jaxforge.parallel.pipeline.choice import is_over_stages
 
 Tree = Any
@@ -124,7 +125,13 @@ def load_one(
     initial: jax.Array | None = None,
     order: LayerOrder = None,
 ) -> jax.Array:
-    """One array of those that `load` reads, with the same arguments for it alone."""
+    """One array of those that `load` reads, with the same arguments for it alone; or one in host memory.
+
+    The latter is put together on the devices, which have room for it before a run starts.
+    """
+    if is_in_host_memory(leaf):
+        on_devices = leaf.update(sharding=leaf.sharding.with_memory_kind("device"))
+        return moved(load_one(reader, path, on_devices, initial, order), leaf.sharding)
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if not is_stacked(path) and reader.has(path, None):
         return _on_devices(reader.read(path, None), sharding, leaf.dtype)
@@ -169,6 +176,8 @@ def _of_a_layer(sharding: Any) -> Any:
 class DeviceArrays:
     """Parameters on the devices of any number of processes, all of which must read the same pieces in turn.
 
+    They may lie in host memory: then no more than a piece of them comes to the device.
+
     Args:
       parameters: nested dict of arrays.
       dtype: what pieces are converted to before they leave the device.
@@ -196,7 +205,7 @@ def _piece(sharding: Sharding, dtype: Any, is_layer: bool) -> Any:
     """(array, place) -> the piece whole on every device, where each process can read it."""
 
     def piece(array, place):
-        return (_at(sharding, array, place) if is_layer else array).astype(dtype)
+        return (_at(sharding, array, place) if is_layer else to_device(array)).astype(dtype)
 
     replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     return jax.jit(piece, out_shardings=replicated)
@@ -208,14 +217,14 @@ def _at(sharding: Sharding, stack: jax.Array, place: jax.Array) -> jax.Array:
     XLA would gather the whole stack, because it doesn't know the place.
     """
     if sharding.shard_shape(stack.shape)[0] == stack.shape[0]:
-        return lax.dynamic_index_in_dim(stack, place, keepdims=False)
+        return to_device(lax.dynamic_index_in_dim(stack, place, keepdims=False))
     assert isinstance(sharding, NamedSharding)
     axes, spec = sharding.spec[0], tuple(sharding.spec)
 
     def at(stack, place):
         own = place - lax.axis_index(axes) * stack.shape[0]
         is_here = (own >= 0) & (own < stack.shape[0])
-        piece = lax.dynamic_index_in_dim(stack, own, keepdims=False)
+        piece = to_device(lax.dynamic_index_in_dim(stack, own, keepdims=False))
         # the sum of one piece and zeros as bits, so that -0 stays -0; NCCL adds no integers of 16 bits
         bits = lax.bitcast_convert_type(piece, f"uint{8 * stack.dtype.itemsize}")
         found = lax.psum(jnp.where(is_here, bits.astype(jnp.uint32), 0), axes)

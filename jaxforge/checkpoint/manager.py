@@ -15,6 +15,7 @@ from jaxforge.checkpoint.arrays import LayerOrder, is_same_order, is_stacked, lo
 from jaxforge.checkpoint.checksums import find_damage, write_checksums
 from jaxforge.checkpoint.stored import saved_order, state_arrays
 from jaxforge.config.errors import ConfigError
+from jaxforge.optim.host_memory import is_in_host_memory
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,9 @@ class CheckpointManager:
         """Saves `state` (a pytree of arrays) and `metadata` (JSON values); False if that step is saved already.
 
         Returns when the state is copied to host memory: its arrays may then be donated.  Files are written in the
-        background; an error there (a full disk) is raised by the next call of save, wait or close.
+        background; an error there (a full disk) is raised by the next call of save, wait or close.  Where arrays lie in
+        host memory already it returns when the files are written: such arrays are written as they are, without a copy
+        that the next step couldn't change.
         """
         self._orbax.wait_until_finished()
         if step in self._orbax.all_steps():
@@ -69,7 +72,10 @@ class CheckpointManager:
                 _METADATA: ocp.args.JsonSave(dict(metadata)),
             }
         )
-        return self._orbax.save(step, args=items, force=True)
+        saved = self._orbax.save(step, args=items, force=True)
+        if any(is_in_host_memory(array) for array in jax.tree.leaves(state)):
+            self._orbax.wait_until_finished()
+        return saved
 
     def wait(self) -> None:
         """Returns when everything saved so far is on disk under its final name."""

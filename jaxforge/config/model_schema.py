@@ -153,8 +153,8 @@ class EncoderConfig:
         flag="tensor_model_parallel_size",
     )
     recompute_granularity: str | None = field(
-        None, "full recomputes whole layers in the backward pass; None keeps activations",
-        choices=(None, "full"), flag="recompute_granularity",
+        None, "full recomputes whole layers in the backward pass, selective modules of each; None keeps activations",
+        choices=(None, "full", "selective"), flag="recompute_granularity",
     )
     recompute_method: str | None = field(
         None, "uniform groups layers; block recomputes the first ones", choices=(None, "uniform", "block"),
@@ -162,6 +162,13 @@ class EncoderConfig:
     )
     recompute_num_layers: int | None = field(
         None, "layers in a group (uniform) or layers recomputed (block)", unit="layers", flag="recompute_num_layers"
+    )
+    recompute_modules: tuple[str, ...] = field(
+        (), "modules recomputed by the selective granularity, of core_attn, mlp and layernorm; none named is core_attn",
+        flag="recompute_modules",
+    )
+    activations: tuple[tuple[str, str], ...] = field(
+        (), "(name, action) pairs: single activations to save, recompute or offload, such as (mlp_act, recompute)"
     )
 
 

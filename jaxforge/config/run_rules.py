@@ -1,11 +1,13 @@
-"""Rules on the run: parallel layout, batch, memory, schedule and platform."""
+"""Rules on the run: parallel layout, batch, schedule and platform."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from jaxforge.config.derived import data_parallel_size, lr_decay_iters
+from jaxforge.config.derived import data_parallel_size, encoder_devices, lr_decay_iters
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config, OptimizerConfig
+
+# Half of the largest distance, relative to them, between two neighbours of bfloat16, which has 8 significant bits.
+_BFLOAT16_STEP = 2**-8
 
 
 def devices_form_model_parallel_groups(config: Config, num_devices: int) -> Iterator[str]:
@@ -56,40 +58,6 @@ def sequence_parallel_has_something_to_share(config: Config) -> Iterator[str]:
         )
 
 
-def recompute_is_whole(config: Config) -> Iterator[str]:
-    """Megatron's rules: full needs a method and a number of layers, and both need full.
-
-    Groups of uniform never span stages of a pipeline; there the last group of a stage may be smaller.
-    """
-    encoder, has_stages = config.model.encoder, config.parallel.pipeline_model_parallel_size > 1
-    yield from _recompute(config.memory, "memory", config.model.decoder.num_layers, "model.decoder", has_stages)
-    if encoder is not None:
-        yield from _recompute(encoder, "model.encoder", encoder.num_layers, "model.encoder")
-
-
-def _recompute(group: Any, path: str, layers: int, model: str, has_stages: bool = False) -> Iterator[str]:
-    method, number = group.recompute_method, group.recompute_num_layers
-    if group.recompute_granularity is None:
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(group, name) is not None:
-                yield (
-                    f"{path}.{name}={getattr(group, name)} would have no effect, because"
-                    f" {path}.recompute_granularity is None; set that to full or {name} to None"
-                )
-        return
-    if method is None:
-        yield f"{path}.recompute_granularity=full needs {path}.recompute_method; use uniform or block"
-    if number is None:
-        yield f"{path}.recompute_granularity=full needs {path}.recompute_num_layers; 1 saves the most memory"
-    elif method == "uniform" and layers % number and not has_stages:
-        yield (
-            f"{path}.recompute_num_layers={number} does not divide {model}.num_layers={layers}, which"
-            f" {path}.recompute_method=uniform needs; use {one_of(divisors(layers))}"
-        )
-    elif number > layers:
-        yield f"{path}.recompute_num_layers={number} is more than {model}.num_layers={layers}; use at most {layers}"
-
-
 def learning_rate_schedule_is_consistent(config: Config) -> Iterator[str]:
     """The warm-up ends before the decay does, and every field of the schedule has an effect in its style."""
     optimizer, decay = config.optimizer, lr_decay_iters(config)
@@ -123,13 +91,38 @@ def learning_rate_schedule_is_consistent(config: Config) -> Iterator[str]:
         )
 
 
+def optimizer_offload_has_a_share(config: Config) -> Iterator[str]:
+    """Of the state that goes to host memory: more than nothing, and nothing is said of it where none goes."""
+    memory, fraction = config.memory, config.memory.optimizer_offload_fraction
+    if fraction is None:
+        return
+    if not memory.optimizer_cpu_offload:
+        yield (
+            f"memory.optimizer_offload_fraction={fraction} would have no effect with"
+            " memory.optimizer_cpu_offload=False; set that to true, or optimizer_offload_fraction to None"
+        )
+    elif not 0 < fraction <= 1:
+        yield (
+            f"memory.optimizer_offload_fraction={fraction} must be above 0 and at most 1; None or 1 moves all, and"
+            " memory.optimizer_cpu_offload=false none"
+        )
+
+
 def optimizer_numbers_are_possible(config: Config) -> Iterator[str]:
-    """Moments decay by less than 1; a learning-rate factor of 0 is written as `freeze`."""
+    """Moments decay by less than 1, and visibly; a learning-rate factor of 0 is written as `freeze`."""
     optimizer = config.optimizer
     for name in ("adam_beta1", "adam_beta2"):
         value = getattr(optimizer, name)
         if not 0 <= value < 1:
             yield f"optimizer.{name}={value} must be at least 0 and below 1"
+    for beta, moment in (("adam_beta1", "exp_avg_dtype"), ("adam_beta2", "exp_avg_sq_dtype")):
+        value = getattr(optimizer, beta)
+        if getattr(optimizer, moment) == "bfloat16" and 1 - value < _BFLOAT16_STEP:
+            yield (
+                f"optimizer.{moment}=bfloat16 can't hold a moment that decays by 1 - optimizer.{beta} = {1 - value:.2g}"
+                f" in an update: rounding undoes less than {_BFLOAT16_STEP:.2g}; use {moment}=float32, or {beta} of"
+                f" {1 - _BFLOAT16_STEP:.3f} at most"
+            )
     for pattern, factor in optimizer.lr_scale:
         if factor <= 0:
             yield (
@@ -141,8 +134,9 @@ def optimizer_numbers_are_possible(config: Config) -> Iterator[str]:
 def platform_can_run_it(config: Config, platform: str) -> Iterator[str]:
     """cuDNN attention needs a GPU and bfloat16; simulated devices are CPU devices."""
     train, is_cpu = config.train, platform == "cpu"
-    if train.attention_backend == "cudnn" and is_cpu:
-        yield "train.attention_backend=cudnn needs a GPU, and this run is on cpu; use xla or auto"
+    backend = train.attention_backend
+    if backend in ("cudnn", "flash") and is_cpu:
+        yield f"train.attention_backend={backend} needs a GPU, and this run is on cpu; use xla or auto"
     elif train.attention_backend == "cudnn" and train.compute_dtype == "float32":
         yield (
             "train.attention_backend=cudnn computes in bfloat16, but train.compute_dtype=float32;"
@@ -155,11 +149,56 @@ def platform_can_run_it(config: Config, platform: str) -> Iterator[str]:
         )
 
 
+def overlap_has_something_to_overlap(config: Config) -> Iterator[str]:
+    """What moves while something is computed moves in the course of the computation, and not at its end."""
+    parallel = config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    field = f"parallel.data_parallel_sharding_strategy={strategy}"
+    if parallel.overlap_grad_reduce and strategy == "no_shard":
+        yield (
+            f"parallel.overlap_grad_reduce=True would have no effect with {field}, which reduces all gradients once,"
+            " after the last microbatch; use optim or optim_grads there, or set it to false"
+        )
+    elif parallel.overlap_grad_reduce and strategy == "optim" and _has_phases(config):
+        yield (
+            f"parallel.overlap_grad_reduce=True would have no effect with {field} and a pipeline or a hetero DP mode,"
+            " which reduce all gradients once, after the last microbatch; use optim_grads, or set it to false"
+        )
+    if parallel.overlap_param_gather and strategy != "optim_grads_params":
+        yield (
+            f"parallel.overlap_param_gather=True would have no effect with {field}, which gathers no weights of single"
+            " layers; use optim_grads_params, or set it to false"
+        )
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        yield (
+            "parallel.tp_comm_overlap=True would have no effect with parallel.sequence_parallel=False; set that to"
+            " true, or tp_comm_overlap to false"
+        )
+
+
+def _has_phases(config: Config) -> bool:
+    return config.parallel.pipeline_model_parallel_size > 1 or encoder_devices(config) > 1
+
+
+def loss_fusion_is_asked_for(config: Config) -> Iterator[str]:
+    """Nothing says how to fuse a loss that isn't."""
+    loss = config.loss
+    for name in ("cross_entropy_fusion_impl", "lce_fwd_vocab_split_size", "lce_bwd_vocab_split_size"):
+        value = getattr(loss, name)
+        if value is not None and not loss.cross_entropy_loss_fusion:
+            yield (
+                f"loss.{name}={value} would have no effect with loss.cross_entropy_loss_fusion=False; set that to true,"
+                f" or {name} to None"
+            )
+
+
 RUN_RULES = (
+    loss_fusion_is_asked_for,
+    overlap_has_something_to_overlap,
     sequence_parallel_has_something_to_share,
-    recompute_is_whole,
     learning_rate_schedule_is_consistent,
     optimizer_numbers_are_possible,
+    optimizer_offload_has_a_share,
 )
 DEVICE_RULES = (devices_form_model_parallel_groups, global_batch_divides_into_microbatches)
 PLATFORM_RULES = (platform_can_run_it,)

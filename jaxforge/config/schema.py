@@ -79,16 +79,17 @@ class ParallelConfig:
         False, "the whole model-parallel group encodes different microbatches", flag="--enable-full-hetero-dp",
     )
     overlap_grad_reduce: bool = field(
-        False, "overlap gradient reduction with the backward pass", flag="--overlap-grad-reduce",
-        planned="control of communication overlap",
+        False, "reduce gradients while others are computed: with optim in the backward pass of the last microbatch,"
+        " with optim_grads and optim_grads_params each layer's under that of the next one (on GPU)",
+        flag="--overlap-grad-reduce",
     )
     overlap_param_gather: bool = field(
-        False, "overlap parameter gathering with the forward pass", flag="--overlap-param-gather",
-        planned="control of communication overlap",
+        False, "gather the weights of a layer while the one before it is computed (optim_grads_params, on GPU)",
+        flag="--overlap-param-gather",
     )
     tp_comm_overlap: bool = field(
-        False, "overlap tensor parallel communication", flag="--tp-comm-overlap",
-        planned="control of communication overlap",
+        False, "cut the products beside sequence-parallel gathers and scatters into pieces that are computed while"
+        " others move (on GPU)", flag="--tp-comm-overlap",
     )
     overlap_moe_expert_parallel_comm: bool = field(
         False, "overlap expert all-to-all with compute", flag="--overlap-moe-expert-parallel-comm",
@@ -98,11 +99,11 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
-    """What the decoder recomputes in its backward pass, and what leaves device memory."""
+    """What the decoder recomputes in its backward pass, and what leaves device memory (docs/memory.md)."""
 
     recompute_granularity: str | None = field(
-        None, "full recomputes whole decoder layers; None keeps activations",
-        choices=(None, "full"), flag="--recompute-granularity",
+        None, "full recomputes whole layers of the decoder, selective modules of each; None keeps activations",
+        choices=(None, "full", "selective"), flag="--recompute-granularity",
     )
     recompute_method: str | None = field(
         None, "uniform groups layers; block recomputes the first ones", choices=(None, "uniform", "block"),
@@ -114,29 +115,34 @@ class MemoryConfig:
         " be smaller", unit="layers", flag="--recompute-num-layers",
     )
     recompute_modules: tuple[str, ...] = field(
-        (), "modules recomputed by the selective granularity", flag="--recompute-modules",
-        planned="selective recompute",
+        (), "modules recomputed by the selective granularity, of core_attn, mlp and layernorm; none named is core_attn",
+        flag="--recompute-modules",
+    )
+    activations: tuple[tuple[str, str], ...] = field(
+        (), "(name, action) pairs: single activations to save, recompute or offload, such as (mlp_act, recompute)"
     )
     fine_grained_activation_offloading: bool = field(
-        False, "move activations to host memory", flag="--fine-grained-activation-offloading",
-        planned="activation offload",
+        False, "keep the activations that offload_modules and offload_tensors name in host memory between forward and"
+        " backward", flag="--fine-grained-activation-offloading",
     )
     offload_modules: tuple[str, ...] = field(
-        (), "modules whose activations move", flag="--offload-modules", planned="activation offload"
+        (), "modules whose input moves to host memory, of attn_norm, core_attn, attn_proj and mlp_norm",
+        flag="--offload-modules",
     )
     offload_tensors: tuple[str, ...] = field(
-        (), "activations that move", flag="--offload-tensors", planned="activation offload"
+        (), "tensors that move, of pre_mlp_layernorm_output", flag="--offload-tensors"
     )
     min_offloaded_tensor_size: int | None = field(
-        None, "smallest activation that moves", unit="bytes", flag="--min-offloaded-tensor-size",
-        planned="activation offload",
+        None, "smallest activation that moves, what one device holds of it in one layer; None moves all", unit="bytes",
+        flag="--min-offloaded-tensor-size",
     )
     optimizer_cpu_offload: bool = field(
-        False, "optimizer state in host memory", flag="--optimizer-cpu-offload", planned="optimizer offload"
+        False, "keep fp32 masters and moments in host memory, and stream them through the update",
+        flag="--optimizer-cpu-offload",
     )
     optimizer_offload_fraction: float | None = field(
-        None, "fraction of the optimizer state in host memory", flag="--optimizer-offload-fraction",
-        planned="optimizer offload",
+        None, "share of their bytes on a device that goes to host memory, the largest tensors first, above 0; None is"
+        " all", flag="--optimizer-offload-fraction",
     )
 
 
@@ -146,11 +152,20 @@ class LossConfig:
 
     z_loss_coefficient: float = field(0.0, "weight of the squared log-sum-exp (PaLM, arXiv:2204.02311, 5)")
     cross_entropy_loss_fusion: bool = field(
-        False, "fuse the output projection with the loss", flag="--cross-entropy-loss-fusion",
-        planned="fused linear cross-entropy",
+        False, "fuse the output projection with the loss, so that logits of all tokens never exist",
+        flag="--cross-entropy-loss-fusion",
     )
     cross_entropy_fusion_impl: str | None = field(
-        None, "which fusion", flag="--cross-entropy-fusion-impl", planned="fused linear cross-entropy"
+        None, "which fusion; None is linear: projection, loss and their gradients a chunk of tokens at a time",
+        choices=(None, "linear"), flag="--cross-entropy-fusion-impl",
+    )
+    lce_fwd_vocab_split_size: int | None = field(
+        None, "rows of the vocabulary whose logits are formed at a time; None is the environment's"
+        " LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE, or 3072", unit="rows", flag="LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE",
+    )
+    lce_bwd_vocab_split_size: int | None = field(
+        None, "rows whose gradients are; None is the environment's LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE, or 3072",
+        unit="rows", flag="LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE",
     )
 
 
@@ -193,6 +208,14 @@ class OptimizerConfig:
     adam_beta1: float = field(0.9, "decay of the first moment", flag="--adam-beta1")
     adam_beta2: float = field(0.95, "decay of the second moment", flag="--adam-beta2")
     adam_eps: float = field(1e-8, "added to the root of the second moment", flag="--adam-eps")
+    exp_avg_dtype: str = field(
+        "float32", "dtype that the first moment is stored in; updates are computed in float32",
+        choices=("float32", "bfloat16"), flag="--exp-avg-dtype",
+    )
+    exp_avg_sq_dtype: str = field(
+        "float32", "dtype that the second moment is stored in", choices=("float32", "bfloat16"),
+        flag="--exp-avg-sq-dtype",
+    )
     weight_decay: float = field(0.1, "decoupled weight decay; none on norms and biases", flag="--weight-decay")
     clip_grad: float = field(1.0, "largest global gradient norm; 0 never clips", flag="--clip-grad")
     freeze: tuple[str, ...] = field(
@@ -325,8 +348,9 @@ class TrainConfig:
         choices=("auto", "float32", "bfloat16"), flag="--bf16",
     )
     attention_backend: str = field(
-        "auto", "xla is the reference and runs anywhere; cudnn needs a GPU; auto chooses by platform",
-        choices=("auto", "xla", "cudnn"), flag="--attention-backend",
+        "auto", "xla is the reference, which runs anywhere and holds all scores of a row; flash and cudnn need a GPU,"
+        " and cudnn's mask holds a number for each pair of tokens; auto is flash on GPU and xla on CPU",
+        choices=("auto", "xla", "cudnn", "flash"), flag="--attention-backend",
     )
     max_skipped_steps: int = field(
         0, "updates with a loss or gradient that is not finite that may be skipped before the run stops",

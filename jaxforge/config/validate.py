@@ -13,12 +13,14 @@ from jaxforge.config.data_rules import DATA_RULES
 from jaxforge.config.encoder_rules import ENCODER_RULES
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import LORA_RULES
+from jaxforge.config.memory_rules import MEMORY_RULES
 from jaxforge.config.model_rules import MODEL_RULES
 from jaxforge.config.pipeline_rules import PIPELINE_RULES
 from jaxforge.config.run_rules import DEVICE_RULES, PLATFORM_RULES, RUN_RULES
 from jaxforge.config.schema import Config
 
 _AT_LEAST_ONE = {
+    "loss": ("lce_fwd_vocab_split_size", "lce_bwd_vocab_split_size"),
     "model.decoder": (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "vocab_size", "make_vocab_size_divisible_by", "rope_scaling_original_max_position_embeddings", "mrope_section",
@@ -33,7 +35,7 @@ _AT_LEAST_ONE = {
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
         "virtual_pipeline_model_parallel_size",
     ),
-    "memory": ("recompute_num_layers",),
+    "memory": ("recompute_num_layers", "min_offloaded_tensor_size"),
     "optimizer": ("lr_decay_iters", "lr_wsd_decay_iters"),
     "data": (
         "min_pixels", "max_pixels", "video_max_frames", "packing_window", "max_patches_per_row", "digits_max",
@@ -87,7 +89,7 @@ def _all_messages(config: Config, num_devices: int, platform: str) -> Iterator[I
     yield unbuilt_features_are_refused(config)
     yield numbers_are_in_range(config)
     model_rules = (*MODEL_RULES, *PIPELINE_RULES, *ENCODER_RULES, *LORA_RULES)
-    rules = (*model_rules, *CHECKPOINT_RULES, *RUN_RULES, *DATA_RULES)
+    rules = (*model_rules, *CHECKPOINT_RULES, *MEMORY_RULES, *RUN_RULES, *DATA_RULES)
     yield from (rule(config) for rule in rules)
     yield from (rule(config, num_devices) for rule in DEVICE_RULES)
     yield from (rule(config, platform) for rule in PLATFORM_RULES)

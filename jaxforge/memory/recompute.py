@@ -1,5 +1,6 @@
 """From Megatron's recompute words to the segments of `jaxforge.models.parameters.scan_layers`."""
 
+from jaxforge.config.activations import FULL
 from jaxforge.config.schema import EncoderConfig, MemoryConfig
 
 
@@ -7,8 +8,9 @@ def recompute_segments(config: MemoryConfig | EncoderConfig, num_layers: int) ->
     """(layers, unit) runs of a stack of `num_layers`.
 
     full + uniform n: groups of n layers, each keeping its input alone.  full + block n: the first n layers, one by one.
+    Any other layer keeps activations, by name (`jaxforge.memory.policy`).
     """
-    if config.recompute_granularity is None:
+    if config.recompute_granularity != FULL:
         return ((num_layers, 0),)
     count = config.recompute_num_layers
     assert count is not None  # validate asks for it

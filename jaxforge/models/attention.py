@@ -2,12 +2,13 @@
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.models.lora import project
 from jaxforge.models.norm import RMSNorm
 from jaxforge.models.parameters import projection, zeros
 from jaxforge.models.rope import rotate
-from jaxforge.ops.attention import attention
+from jaxforge.ops.attention import RowSegments, attention
 from jaxforge.ops.placement import Placement
 
 RESIDUAL = (None, "residual_sequence", None)
@@ -58,7 +59,7 @@ class SelfAttention(nnx.Module):
         self.has_qk_norm = qk_norm_epsilon is not None
         self.causal, self.backend, self.placement = causal, backend, placement
 
-    def __call__(self, x_BSD: jax.Array, angles_BSR: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, angles_BSR: jax.Array, segments: RowSegments) -> jax.Array:
         x_BSD = self.placement.reshard(x_BSD, RESIDUAL, WHOLE)
         q_BSHK, k_BSGK, v_BSGK = project(
             self, x_BSD, query_DHK="BSD,DHK->BSHK", key_DGK="BSD,DGK->BSGK", value_DGK="BSD,DGK->BSGK"
@@ -67,11 +68,13 @@ class SelfAttention(nnx.Module):
             q_BSHK = q_BSHK + self.query_bias_HK[...]
             k_BSGK = k_BSGK + self.key_bias_GK[...]
             v_BSGK = v_BSGK + self.value_bias_GK[...]
+        # what follows is cheap to compute again, the products before it aren't
+        q_BSHK, k_BSGK, v_BSGK = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGK), ("query", "key", "value"))
         if self.has_qk_norm:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         q_BSHK, k_BSGK = rotate(q_BSHK, angles_BSR), rotate(k_BSGK, angles_BSR)
         mixed_BSHK = attention(
-            q_BSHK, k_BSGK, v_BSGK, segment_ids_BS,
+            q_BSHK, k_BSGK, v_BSGK, segments,
             causal=self.causal, backend=self.backend, placement=self.placement,
         )  # fmt: skip
         [y_BSD] = project(self, mixed_BSHK, out_HKD="BSHK,HKD->BSD")

@@ -5,17 +5,21 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.config.derived import padded_vocab_size
 from jaxforge.config.schema import DecoderConfig
+from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.attention import RESIDUAL, WHOLE, SelfAttention
 from jaxforge.models.dropout import dropout
 from jaxforge.models.mlp import MLP
 from jaxforge.models.norm import RMSNorm
 from jaxforge.models.parameters import Segments, normal, scan_layers, stack
 from jaxforge.models.rope import decoder_angles, decoder_frequencies
+from jaxforge.ops.attention import RowSegments, row_segments
 from jaxforge.ops.cross_entropy import cross_entropy, score_tokens
 from jaxforge.ops.embedding import embed, gather_rows
+from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 from jaxforge.ops.placement import Placement
 
 # Paths, in the whole model, of the parameters with a row for each token.
@@ -60,15 +64,21 @@ class DecoderLayer(nnx.Module):
         self,
         x_BSD: jax.Array,
         angles_BSR: jax.Array,
-        segment_ids_BS: jax.Array,
+        segments: RowSegments,
         index: int | jax.Array = 0,
         dropout_keys_B2: jax.Array | None = None,
     ) -> jax.Array:
         def drop(branch_BSD, which):
             return dropout(branch_BSD, dropout_keys_B2, 1 + 2 * index + which, self.dropout_rate, self.placement)
 
-        x_BSD = x_BSD + drop(self.attention(self.attention_norm(x_BSD), angles_BSR, segment_ids_BS), 0)
-        return x_BSD + drop(self.mlp(self.mlp_norm(x_BSD)), 1)
+        def named(norm_BSD, name):
+            # the layout of what was kept, and is read again: else what gathers it would have it kept whole
+            return self.placement.constrain(checkpoint_name(norm_BSD, name), RESIDUAL)
+
+        normed_BSD = named(self.attention_norm(x_BSD), "attn_norm")
+        x_BSD = x_BSD + drop(self.attention(normed_BSD, angles_BSR, segments), 0)
+        x_BSD = checkpoint_name(x_BSD, "mlp_norm_input")
+        return x_BSD + drop(self.mlp(named(self.mlp_norm(x_BSD), "mlp_norm")), 1)
 
 
 class Decoder(nnx.Module):
@@ -77,7 +87,8 @@ class Decoder(nnx.Module):
     `hidden` is `enter`, `run_layers` and `leave`; a pipeline calls the layers itself.
 
     Args:
-      segments: which layers are recomputed, as in `scan_layers`.
+      segments, policies: which layers are recomputed and what the others keep, as in `scan_layers`.
+      fused_loss: a loss fused with the head, which then scores tokens too; its gradients aren't found by JAX.
       layer_order: the layer in each place of the stack, as in `stack`; other than None only for a pipeline.
     """
 
@@ -90,6 +101,8 @@ class Decoder(nnx.Module):
         placement: Placement,
         rngs: nnx.Rngs,
         layer_order: tuple[int, ...] | None = None,
+        policies: Policies = KEEP_ALL,
+        fused_loss: LinearCrossEntropy | None = None,
     ):
         table = (padded_vocab_size(config), config.hidden_size)
         self.embedding_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
@@ -104,6 +117,8 @@ class Decoder(nnx.Module):
         if not self.tied:
             self.head_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
         self.config, self.segments, self.placement = config, tuple(segments), placement
+        self.policies, self.backend = policies, backend
+        self.fused_loss = fused_loss
 
     def embed(
         self,
@@ -160,11 +175,11 @@ class Decoder(nnx.Module):
         lookup: Lookup,
     ) -> jax.Array:
         """All layers in turn, [B, S, D], on what `enter` gives."""
-        angles_BSR = self.angles(positions_B3S)
+        angles_BSR, segments = self.angles(positions_B3S), self.row_segments(segment_ids_BS)
         num_features = 0 if deepstack is None else deepstack.shape[0]
 
         def step(layer, x_BSD, index):
-            x_BSD = layer(x_BSD, angles_BSR, segment_ids_BS, index, dropout_keys_B2)
+            x_BSD = layer(x_BSD, angles_BSR, segments, index, dropout_keys_B2)
             if deepstack is not None and visual_index_BS is not None:
                 feature = jax.lax.dynamic_index_in_dim(
                     deepstack, jnp.minimum(index, num_features - 1), keepdims=False
@@ -173,7 +188,7 @@ class Decoder(nnx.Module):
                 x_BSD = self.placement.constrain(x_BSD + self.place(feature, index_BS, lookup), RESIDUAL)
             return x_BSD
 
-        return scan_layers(self.layers, step, x_BSD, jnp.arange(self.config.num_layers), self.segments)
+        return scan_layers(self.layers, step, x_BSD, jnp.arange(self.config.num_layers), self.segments, self.policies)
 
     def enter(self, x_BSD: jax.Array, dropout_keys_B2: jax.Array | None) -> jax.Array:
         """What the first layer reads, from what `embed` gives."""
@@ -183,6 +198,10 @@ class Decoder(nnx.Module):
         """Rotary angles of every layer, [B, S, K / 2] fp32."""
         return decoder_angles(positions_B3S, decoder_frequencies(self.config))
 
+    def row_segments(self, segment_ids_BS: jax.Array) -> RowSegments:
+        """What the attention of every layer reads of the segments."""
+        return row_segments(segment_ids_BS, causal=True, backend=self.backend)
+
     def leave(self, x_BSD: jax.Array) -> jax.Array:
         """What the head reads, from what the last layer gives."""
         return self.whole(self.final_norm(x_BSD))
@@ -190,6 +209,11 @@ class Decoder(nnx.Module):
     def whole(self, hidden_BSD: jax.Array) -> jax.Array:
         """The final norm's output laid out as the head reads it; its cotangent stays as the residual stream."""
         return self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
+
+    @property
+    def head_path(self) -> str:
+        """The path of the head's table in the whole model."""
+        return VOCABULARY_TABLES[0 if self.tied else 1]
 
     def head(self) -> jax.Array:
         return self.embedding_VD[...] if self.tied else self.head_VD[...]
@@ -202,6 +226,8 @@ class Decoder(nnx.Module):
 
     def score(self, hidden_BSD: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`score_tokens` of the next tokens."""
+        if self.fused_loss is not None:
+            return self.fused_loss.score(hidden_BSD, self.head(), targets_BS)
         return score_tokens(
             hidden_BSD, self.head(), targets_BS, vocab_size=self.config.vocab_size, placement=self.placement
         )

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.models.attention import RESIDUAL
 from jaxforge.ops.placement import Placement
@@ -23,5 +24,5 @@ def dropout(
         key = jax.random.fold_in(jax.random.wrap_key_data(key_2), site)
         return jax.random.bernoulli(key, 1 - rate, x_BSD.shape[1:])
 
-    keep_BSD = placement.constrain(jax.vmap(keep_row)(keys_B2), RESIDUAL)
+    keep_BSD = checkpoint_name(placement.constrain(jax.vmap(keep_row)(keys_B2), RESIDUAL), "dropout")
     return jnp.where(keep_BSD, x_BSD / (1 - rate), 0)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import COMPONENTS, has_adapters
@@ -50,6 +51,7 @@ def _adapted(module: nnx.Module, name: str, equation: str, x: jax.Array) -> jax.
     out_dims = weight_dims.removeprefix(in_dims)
     low_dims = y_dims.removesuffix(out_dims) + "R"
     low = jnp.einsum(f"{x_dims},{in_dims}R->{low_dims}", x, a[...])
+    low = checkpoint_name(low, "adapter")
     return jnp.einsum(f"{low_dims},R{out_dims}->{y_dims}", a.get_metadata("scale") * low, b[...])
 
 

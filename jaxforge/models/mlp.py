@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.models.attention import RESIDUAL, WHOLE
 from jaxforge.models.lora import project
@@ -56,11 +57,12 @@ class MLP(nnx.Module):
             up_BSF, gate_BSF = project(self, x_BSD, up_DF="BSD,DF->BSF", gate_DF="BSD,DF->BSF")
             if self.has_bias:
                 up_BSF, gate_BSF = up_BSF + self.up_bias_F[...], gate_BSF + self.gate_bias_F[...]
-            hidden_BSF = act(gate_BSF) * up_BSF
+            hidden_BSF = act(checkpoint_name(gate_BSF, "mlp_gate")) * checkpoint_name(up_BSF, "mlp_up")
         else:
             [up_BSF] = project(self, x_BSD, up_DF="BSD,DF->BSF")
-            hidden_BSF = act(up_BSF + self.up_bias_F[...] if self.has_bias else up_BSF)
-        hidden_BSF = self.placement.constrain(hidden_BSF, (None, None, "ffn"))
+            up_BSF = up_BSF + self.up_bias_F[...] if self.has_bias else up_BSF
+            hidden_BSF = act(checkpoint_name(up_BSF, "mlp_up"))
+        hidden_BSF = checkpoint_name(self.placement.constrain(hidden_BSF, (None, None, "ffn")), "mlp_act")
         [y_BSE] = project(self, hidden_BSF, down_FE="BSF,FE->BSE")
         y_BSE = self.placement.reshard(y_BSE, WHOLE, RESIDUAL)
         return y_BSE + self.down_bias_E[...] if self.has_bias else y_BSE

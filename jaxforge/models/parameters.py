@@ -6,8 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxforge.ops.sharded_weight import all_but_gathered, holds_parts, whole
+from jaxforge.config.activations import LAYER_INPUT
+from jaxforge.memory.policy import Policies
+from jaxforge.ops.sharded_weight import whole
 
 Axes = tuple[str | None, ...]
 Segments = Sequence[tuple[int, int]]
@@ -68,7 +71,12 @@ def layer_keys(rngs: nnx.Rngs, num_layers: int, order: tuple[int, ...] | None) -
 
 
 def scan_layers(
-    stacked: nnx.Module, step: Callable[[nnx.Module, Any, Any], Any], carry: Any, xs: Any, segments: Segments
+    stacked: nnx.Module,
+    step: Callable[[nnx.Module, Any, Any], Any],
+    carry: Any,
+    xs: Any,
+    segments: Segments,
+    policies: Policies,
 ) -> Any:
     """carry = step(layer, carry, x) for every layer in turn, compiled once per segment.
 
@@ -77,8 +85,9 @@ def scan_layers(
         backward pass again.
       step: what one layer does; `x` is this layer's slice of `xs`.
       xs: a pytree with a leading dimension of layers.
-      segments: (number of layers, unit) of consecutive runs of layers.  Unit 0 keeps activations; unit n recomputes n
-        layers at a time in the backward pass, keeping only the input of each group.
+      segments: (number of layers, unit) of consecutive runs of layers.  Unit 0 keeps activations, by name; unit n
+        recomputes n layers at a time in the backward pass, keeping only the input of each group.
+      policies: what is kept, and where.
     """
     graph, parameters = nnx.split(stacked)
 
@@ -89,9 +98,12 @@ def scan_layers(
     def group(carry, parameters_and_xs):
         return jax.lax.scan(one, carry, parameters_and_xs)
 
-    kept_one = jax.checkpoint(one, prevent_cse=False, policy=all_but_gathered) if holds_parts(parameters) else one
-    recomputed_one = jax.checkpoint(one, prevent_cse=False)
-    recomputed_group = jax.checkpoint(group, prevent_cse=False)
+    def unit_of(f, is_recomputed):
+        return policies.checkpoint(
+            lambda carry, run: f(checkpoint_name(carry, LAYER_INPUT), run), is_recomputed=is_recomputed
+        )
+
+    kept_one, recomputed_one, recomputed_group = unit_of(one, False), unit_of(one, True), unit_of(group, True)
     first = 0
     is_one_run = len(segments) == 1
     for num_layers, unit in segments:

@@ -1,16 +1,21 @@
 """The vision encoders of Qwen2.5-VL and Qwen3-VL, over patches of any number of images packed along one axis."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.config.schema import EncoderConfig
+from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.attention import SelfAttention
 from jaxforge.models.mlp import MLP
 from jaxforge.models.norm import make_norm
 from jaxforge.models.parameters import Segments, normal, scan_layers, stack, zeros
 from jaxforge.models.rope import patch_angles
+from jaxforge.ops.attention import RowSegments, row_segments
 from jaxforge.ops.embedding import weighted_rows
 from jaxforge.ops.placement import Placement
 
@@ -48,9 +53,10 @@ class EncoderLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BPD: jax.Array, angles_BPR: jax.Array, segment_ids_BP: jax.Array) -> jax.Array:
-        x_BPD = x_BPD + self.attention(self.attention_norm(x_BPD), angles_BPR, segment_ids_BP)
-        return x_BPD + self.mlp(self.mlp_norm(x_BPD))
+    def __call__(self, x_BPD: jax.Array, angles_BPR: jax.Array, segments: RowSegments) -> jax.Array:
+        normed_BPD = checkpoint_name(self.attention_norm(x_BPD), "attn_norm")
+        x_BPD = checkpoint_name(x_BPD + self.attention(normed_BPD, angles_BPR, segments), "mlp_norm_input")
+        return x_BPD + self.mlp(checkpoint_name(self.mlp_norm(x_BPD), "mlp_norm"))
 
 
 class VisionEncoder(nnx.Module):
@@ -62,7 +68,14 @@ class VisionEncoder(nnx.Module):
     """
 
     def __init__(
-        self, config: EncoderConfig, *, backend: str, segments: Segments, placement: Placement, rngs: nnx.Rngs
+        self,
+        config: EncoderConfig,
+        *,
+        backend: str,
+        segments: Segments,
+        placement: Placement,
+        rngs: nnx.Rngs,
+        policies: Policies = KEEP_ALL,
     ):
         patch_values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_CD = normal(rngs, (patch_values, config.hidden_size), (None, "embed"), config.init_method_std)
@@ -77,6 +90,7 @@ class VisionEncoder(nnx.Module):
             lambda rngs: EncoderLayer(config, backend=backend, placement=placement, rngs=rngs), config.num_layers, rngs
         )
         self.config, self.segments, self.placement = config, tuple(segments), placement
+        self.policies, self.backend = policies, backend
 
     def __call__(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
         """Features of the last layer [B, P, D], and DeepStack's [J, B, P, D] or None.
@@ -100,17 +114,23 @@ class VisionEncoder(nnx.Module):
         has_taps = bool(config.deepstack_visual_indexes)
         taps = jnp.zeros((slots.max() + 1, *x_BPD.shape), x_BPD.dtype) if has_taps else None
 
+        def segments_of(name):
+            return row_segments(batch[name], causal=False, backend=self.backend)
+
+        frames = segments_of("patch_segments")
+        windows = frames if whole.all() else segments_of("patch_windows")
+
         def step(layer, carry, layer_kind):
             x_BPD, taps = carry
             is_whole, slot = layer_kind
-            segment_ids_BP = jnp.where(is_whole, batch["patch_segments"], batch["patch_windows"])
-            x_BPD = layer(x_BPD, angles_BPR, segment_ids_BP)
+            segments = jax.tree.map(functools.partial(jnp.where, is_whole), frames, windows)
+            x_BPD = layer(x_BPD, angles_BPR, segments)
             if has_taps:
                 taps = jax.lax.dynamic_update_index_in_dim(taps, x_BPD, slot, 0)
             return x_BPD, taps
 
         layer_kinds = (jnp.asarray(whole), jnp.asarray(slots))
-        x_BPD, taps = scan_layers(self.layers, step, (x_BPD, taps), layer_kinds, self.segments)
+        x_BPD, taps = scan_layers(self.layers, step, (x_BPD, taps), layer_kinds, self.segments, self.policies)
         return x_BPD, taps[: len(config.deepstack_visual_indexes)] if has_taps else None
 
     def _positions(self, batch) -> jax.Array:

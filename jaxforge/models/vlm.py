@@ -5,10 +5,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxforge.config.schema import ModelConfig
+from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.decoder import Decoder
 from jaxforge.models.parameters import Segments
 from jaxforge.models.projector import Projector
 from jaxforge.models.vision import VisionEncoder
+from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 from jaxforge.ops.placement import SINGLE_DEVICE, Placement
 
 
@@ -27,9 +29,12 @@ class VisionLanguageModel(nnx.Module):
         backend: str = "xla",
         decoder_segments: Segments | None = None,
         encoder_segments: Segments | None = None,
+        decoder_policies: Policies = KEEP_ALL,
+        encoder_policies: Policies = KEEP_ALL,
         decoder_layer_order: tuple[int, ...] | None = None,
         decoder_placement: Placement = SINGLE_DEVICE,
         encoder_placement: Placement = SINGLE_DEVICE,
+        fused_loss: LinearCrossEntropy | None = None,
     ):
         self.has_encoder = config.encoder is not None
         if config.encoder is not None:
@@ -38,6 +43,7 @@ class VisionLanguageModel(nnx.Module):
                 config.encoder,
                 backend=backend,
                 segments=encoder_segments or [(config.encoder.num_layers, 0)],
+                policies=encoder_policies,
                 placement=encoder_placement,
                 rngs=rngs,
             )
@@ -48,9 +54,11 @@ class VisionLanguageModel(nnx.Module):
             config.decoder,
             backend=backend,
             segments=decoder_segments or [(config.decoder.num_layers, 0)],
+            policies=decoder_policies,
             placement=decoder_placement,
             rngs=rngs,
             layer_order=decoder_layer_order,
+            fused_loss=fused_loss,
         )
 
     def encode(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:

@@ -10,6 +10,8 @@ from jaxforge.ops.placement import Placement
 from pallas_kernels.attention_blocks import PackedMask, packed_mask
 from pallas_kernels.flash_attention import MASKED, flash_attention, flash_attention_gradients, output_delta
 
+# What `attention` reads of the segments of rows: their ids [B, S], or tables made of them.
+RowSegments = jax.Array | PackedMask
 _HEADS = (None, None, "heads", None)
 _KV_HEADS = (None, None, "kv_heads", None)
 _LOG_SUM_EXP = (None, "heads", None)
@@ -20,32 +22,34 @@ def attention(
     q_BSHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGW: jax.Array,
-    segment_ids_BS: jax.Array,
+    segments: RowSegments,
     *,
     causal: bool,
     backend: str,
     placement: Placement,
-    mask: PackedMask | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v among tokens of one segment; segment 0 is padding and gives 0.  Returns [B, S, H, W].
 
     Heads may be sharded over tensor; G divides H, each key head serving H / G queries.
 
     Args:
+      segments: what `row_segments` gives of segment ids, once for many layers.
       backend: "xla" and "cudnn" hold [S, S] numbers, of each head or of all; "flash" doesn't.
-      mask: for flash, `packed_mask` of these segments, which a caller makes once for many layers; made here if None.
     """
-    if backend == "flash":
-        if mask is None:
-            mask = packed_mask(segment_ids_BS, segment_ids_BS, causal=causal)
-        assert mask.causal == causal, "the mask and `causal` disagree"
-        return _flash_attention(placement, q_BSHK, k_BSGK, v_BSGW, mask)
-    assert mask is None, f"{backend} attention makes its own mask"
+    if isinstance(segments, PackedMask):
+        assert (backend, segments.causal) == ("flash", causal), "the tables are for another attention"
+        return _flash_attention(placement, q_BSHK, k_BSGK, v_BSGW, segments)
+    assert backend != "flash", "flash attention reads tables"
     compute = functools.partial(_cudnn_attention if backend == "cudnn" else _xla_attention, causal=causal)
     island = placement.island(compute, [_HEADS, _KV_HEADS, _KV_HEADS, (None, None)], _HEADS)
-    out_BSHW = island(q_BSHK, k_BSGK, v_BSGW, segment_ids_BS)
+    out_BSHW = island(q_BSHK, k_BSGK, v_BSGW, segments)
     # of cuDNN it is the kernel's own output that is kept: see jaxforge.memory.policy
     return out_BSHW if backend == "cudnn" else checkpoint_name(out_BSHW, "core_attn")
+
+
+def row_segments(segment_ids_BS: jax.Array, *, causal: bool, backend: str) -> RowSegments:
+    """What `attention` reads of segment ids [B, S]: themselves, or for flash the tables of blocks that it visits."""
+    return packed_mask(segment_ids_BS, segment_ids_BS, causal=causal) if backend == "flash" else segment_ids_BS
 
 
 def visible_keys(

@@ -20,7 +20,9 @@ Tree = Any
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weight", "carrier"], meta_fields=["axes", "dim", "is_part"]
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "carrier", "pending"],
+    meta_fields=["axes", "dim", "is_part"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
@@ -31,6 +33,7 @@ class ShardedWeight:
       carrier: fp32 zeros of the part's shape, whose gradient is the part's; None for a weight that doesn't train.
       axes: the mesh axes over which the parts lie, all manual.
       dim: the dimension that is divided, counted from the last: -1, -2 and so on.
+      pending: fp32 gradients of the whole weight that are still to be summed over the ranks, and go with the next one.
     """
 
     weight: jax.Array
@@ -38,12 +41,13 @@ class ShardedWeight:
     axes: tuple[str, ...]
     dim: int
     is_part: bool
+    pending: jax.Array | None = None
 
     def whole(self) -> jax.Array:
         """The whole weight; its gradient goes to the carrier, reduced and scattered over the ranks."""
         if self.carrier is None:
             return self.gathered()
-        return _with_carrier(self.axes, self.dim, self.is_part, self.carrier, self.weight)
+        return _with_carrier(self.axes, self.dim, self.is_part, self.carrier, self.weight, self.pending)
 
     def gathered(self) -> jax.Array:
         """The whole weight, without a way back for gradients."""
@@ -87,17 +91,6 @@ def reduced(tree: Tree, gradients: Tree) -> Tree:
     return jax.tree.map(one, tree, gradients, is_leaf=_is_sharded)
 
 
-def holds_parts(tree: Tree) -> bool:
-    """Whether any weight must be gathered before it is used."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_sharded)
-    return any(isinstance(leaf, ShardedWeight) and leaf.is_part for leaf in leaves)
-
-
-def all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint`: the backward pass gathers weights again and finds everything else kept."""
-    return primitive is not lax.all_gather_p
-
-
 def _is_sharded(node: Any) -> bool:
     return isinstance(node, ShardedWeight)
 
@@ -116,16 +109,18 @@ def _scattered(axes, dim, gradient):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _with_carrier(axes, dim, is_part, carrier, weight):
+def _with_carrier(axes, dim, is_part, carrier, weight, pending):
     return _gathered(axes, dim, is_part, weight)
 
 
-def _with_carrier_forward(axes, dim, is_part, carrier, weight):
-    return _gathered(axes, dim, is_part, weight), None
+def _with_carrier_forward(axes, dim, is_part, carrier, weight, pending):
+    return _gathered(axes, dim, is_part, weight), pending
 
 
-def _with_carrier_backward(axes, dim, is_part, _, gradient):
-    return _scattered(axes, dim, gradient), None
+def _with_carrier_backward(axes, dim, is_part, pending, gradient):
+    if pending is not None:
+        gradient = gradient.astype(jnp.float32) + pending
+    return _scattered(axes, dim, gradient), None, None
 
 
 _with_carrier.defvjp(_with_carrier_forward, _with_carrier_backward)

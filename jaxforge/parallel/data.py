@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxforge.cluster.mesh import DATA_AXES, STAGE, large_axes
 from jaxforge.config.errors import ConfigError
 from jaxforge.models.lora import is_adapter
-from jaxforge.ops.sharded_weight import ShardedWeight, whole
+from jaxforge.ops.sharded_weight import ShardedWeight, differentiable, whole
 from jaxforge.optim.paths import decays, join, parameter_paths, split
 
 Tree = Any
@@ -62,6 +62,8 @@ class DataSharding:
 
     Attributes:
       strategy: the config's word.
+      scatters_with_last: whether the sums of all microbatches are reduced and scattered layer by layer in the backward
+        pass of the last one, instead of after it; with optim.
       data_axes: the data parallel axes of more than one device.
       stage_axes: ("stage",), or () without a pipeline.
       is_summed_over_stages: whether each stage finds a part of a parameter's gradient, by the parameter's path.
@@ -70,6 +72,7 @@ class DataSharding:
     """
 
     strategy: str
+    scatters_with_last: bool
     data_axes: tuple[str, ...]
     stage_axes: tuple[str, ...]
     is_summed_over_stages: Callable[[str], bool]
@@ -125,6 +128,27 @@ class DataSharding:
             return weights
         return self._sharded(weights, lambda weight, cut: jnp.zeros(self._part_shape(weight, cut), jnp.float32))
 
+    def with_pending(self, weights: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+        """Weights that train and sums of gradients, for the microbatch that takes the sums with it.
+
+        Args:
+          gradients: whole, of the microbatches before it.
+        """
+
+        def one(path, weight, gradient):
+            cut = self.cuts.get(path)
+            if cut is None:
+                return weight
+            carrier, dim = jnp.zeros(self._part_shape(weight, cut), jnp.float32), cut.dim - cut.ndim
+            return ShardedWeight(weight, carrier, self.data_axes, dim, is_part=False, pending=gradient)
+
+        sharded = jax.tree.map(one, parameter_paths(weights), weights, gradients)
+        rest = jax.tree.map(
+            lambda path, gradient, variable: variable if path in self.cuts else gradient,
+            parameter_paths(gradients), gradients, differentiable(sharded),
+        )  # fmt: skip
+        return sharded, rest
+
     def frozen(self, weights: Tree) -> Tree:
         """Weights that don't."""
         return self._sharded(weights, lambda weight, cut: None) if self.gathers_layers else weights
@@ -143,7 +167,7 @@ class DataSharding:
         if cut is None:
             axes = stages + self.data_axes
             return lax.psum(gradient, axes) if axes else gradient
-        if self.data_axes and not self.scatters_at_once:
+        if self.data_axes and not (self.scatters_at_once or self.scatters_with_last):
             gradient = lax.psum_scatter(gradient, self.data_axes, scatter_dimension=cut.dim, tiled=True)
         if not stages:
             return gradient
@@ -177,9 +201,15 @@ def whole_but_layers(parameters: Tree) -> Tree:
 
 
 def data_sharding(
-    strategy: str, mesh: Mesh, shapes: Tree, is_summed_over_stages: Callable[[str], bool]
+    strategy: str,
+    mesh: Mesh,
+    shapes: Tree,
+    is_summed_over_stages: Callable[[str], bool],
+    overlap_grad_reduce: bool = False,
 ) -> DataSharding:
     """Cuts for all parameters, `shapes` with the shardings that no_shard has.
+
+    `overlap_grad_reduce` reduces the gradients of optim in the backward pass of the last microbatch.
 
     Raises:
       ConfigError: where matrices that can't be divided are more than a little.
@@ -194,12 +224,13 @@ def data_sharding(
             for path in leaves
             if decays(path) and not is_adapter(path)
         }
-        cuts_stacks = strategy == "optim"
+        cuts_stacks = strategy == "optim" and not overlap_grad_reduce
         found = {path: _cut(leaves[path], mesh, axes, _first(path, cuts_stacks)) for path, axes in choices.items()}
         cuts = {path: cut for path, cut in found.items() if cut is not None}
         if data_axes:
             _check(strategy, mesh, leaves, [path for path in found if path not in cuts])
-    return DataSharding(strategy, data_axes, stage_axes, is_summed_over_stages, cuts, layouts)
+    with_last = overlap_grad_reduce and strategy == "optim" and bool(data_axes)
+    return DataSharding(strategy, with_last, data_axes, stage_axes, is_summed_over_stages, cuts, layouts)
 
 
 def _first(path: str, cuts_stacks: bool) -> int:

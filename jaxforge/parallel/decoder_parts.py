@@ -21,11 +21,12 @@ def decoder_parts(decoder: Decoder) -> Parts:
         return merged.enter(x_BSD, microbatch.get("dropout_keys"))
 
     def shared(microbatch):
-        return decoder.angles(microbatch["positions"]), microbatch["segment_ids"], microbatch.get("dropout_keys")
+        segments = decoder.row_segments(microbatch["segment_ids"])
+        return decoder.angles(microbatch["positions"]), segments, microbatch.get("dropout_keys")
 
     def layer(weights, x_BSD, shared, number):
-        angles_BSR, segment_ids_BS, dropout_keys_B2 = shared
-        return nnx.merge(layer_graph, weights)(x_BSD, angles_BSR, segment_ids_BS, number, dropout_keys_B2)
+        angles_BSR, segments, dropout_keys_B2 = shared
+        return nnx.merge(layer_graph, weights)(x_BSD, angles_BSR, segments, number, dropout_keys_B2)
 
     def layers(weights, x_BSD, visual, microbatch):
         return nnx.merge(layers_graph, {"layers": weights}).run_layers(
@@ -61,8 +62,10 @@ def decoder_parts(decoder: Decoder) -> Parts:
     def normed(ends, x_BSD):
         return nnx.merge(ends_graph, ends).final_norm(x_BSD)
 
-    head = "embedding_VD" if decoder.tied else "head_VD"
-    return Parts(enter, shared, layer, layers, add_feature, leave, score, look_up, fill, normed, head)
+    head = decoder.head_path.split("/")[-1]
+    return Parts(
+        enter, shared, layer, layers, add_feature, leave, score, look_up, fill, normed, head, decoder.fused_loss
+    )
 
 
 def _without(module: nnx.Module, *names: str) -> nnx.Module:

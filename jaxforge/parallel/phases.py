@@ -17,10 +17,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.data.rows import PATCH_KEYS
 from jaxforge.models.decoder import VOCABULARY_TABLES
-from jaxforge.ops.sharded_weight import differentiable, whole, with_differentiable
+from jaxforge.ops.sharded_weight import differentiable, whole
 from jaxforge.optim.paths import join, parameter_paths
 from jaxforge.parallel.data import DataSharding
 from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
+from jaxforge.parallel.microbatch_loss import FusedLoss, PlainLoss, step_sums
 from jaxforge.parallel.pipeline.choice import is_over_stages
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Weights, no_gradient
@@ -95,8 +96,9 @@ class Phases:
         else:
 
             def one(total, microbatch):
-                x_BSD = self._hidden(layers.frozen, whole(ends.frozen), visual, microbatch)
-                loss, tokens_BS = self.parts.score(whole(ends.frozen), x_BSD, microbatch)
+                whole_ends = whole(ends.frozen)
+                x_BSD = self._last(layers.frozen, whole_ends, visual, microbatch)
+                loss, tokens_BS = self.parts.score(whole_ends, x_BSD, microbatch)
                 return total + loss, tokens_BS
 
             loss, tokens_MBS = lax.scan(one, jnp.zeros((), jnp.float32), text)
@@ -108,27 +110,33 @@ class Phases:
         if self.pipeline is not None:
             return self.pipeline(batch["tokens"].shape[0]).gradients(layers, ends, visual, batch)
 
-        def objective(variables, microbatch):
-            layer_variables, end_variables, visual = variables
-            whole_layers = join(with_differentiable(layers.trainable, layer_variables), layers.frozen)
-            whole_ends = whole(join(with_differentiable(ends.trainable, end_variables), ends.frozen))
-            x_BSD = self._hidden(whole_layers, whole_ends, visual, microbatch)
-            loss, z = self.parts.leave(whole_ends, x_BSD, microbatch)
-            return loss + self.z_loss_coefficient * z, (loss, z)
+        trained = {"layers": layers.trainable, "ends": ends.trainable, "visual": visual}
 
-        variables = (differentiable(layers.trainable), differentiable(ends.trainable), visual)
+        def parameters_of(trained):
+            return trained | {
+                "layers": join(trained["layers"], layers.frozen), "ends": whole(join(trained["ends"], ends.frozen))
+            }
 
-        def accumulate(sums, microbatch):
-            (_, losses), grads = jax.value_and_grad(objective, has_aux=True)(variables, microbatch)
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (grads, losses)), None
+        def last(parameters, microbatch):
+            return self._last(parameters["layers"], parameters["ends"], parameters["visual"], microbatch)
 
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables[:2])
-        scalar = jnp.zeros((), jnp.float32)
-        carry = ((*zeros, no_gradient(visual)), (scalar, scalar))
-        ((dlayers, dends, dvisual), losses), _ = lax.scan(accumulate, carry, batch)
-        return Gradients(dlayers, dends, dvisual, *losses)
+        def loss_of(parameters, microbatch):
+            return self.parts.leave(parameters["ends"], last(parameters, microbatch), microbatch)
 
-    def _hidden(self, layers: Tree, ends: Tree, visual: Tree, microbatch: Tree) -> jax.Array:
+        def hidden_of(parameters, microbatch):
+            return self.parts.normed(parameters["ends"], last(parameters, microbatch))
+
+        loss: PlainLoss | FusedLoss = PlainLoss(loss_of, self.z_loss_coefficient)
+        if self.parts.fused is not None:
+            loss = FusedLoss(hidden_of, self.parts.fused, ("ends", self.parts.head))
+
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), differentiable(trained))
+        zeros = zeros | {"visual": no_gradient(visual)}
+        gradients, losses = step_sums(loss, trained, parameters_of, batch, zeros)
+        return Gradients(**gradients, loss=losses[0], z=losses[1])
+
+    def _last(self, layers: Tree, ends: Tree, visual: Tree, microbatch: Tree) -> jax.Array:
+        """What the last layer gives."""
         x_BSD = self.parts.enter(ends, visual, microbatch)
         return self.parts.layers(layers, x_BSD, visual, microbatch)
 

@@ -50,10 +50,11 @@ def describe_state(config: Config, program: Program) -> str:
     for kind in ("trainable", "frozen"):
         for module, tree in program.abstract_state[kind].items():
             parts[module] = parts.get(module, 0) + num_parameters({module: tree}, layout)
-    held = bytes_per_device(program.abstract_state)
+    held, in_host = (bytes_per_device(program.abstract_state, in_host=where) for where in (False, True))
+    offloaded = f" and {gibibytes(in_host)} in host memory" if in_host else ""
     named = ", ".join(f"{module} {count / 1e6:.2f} M" for module, count in sorted(parts.items()))
     return (
-        f"parameters: {named}; {gibibytes(held)} of parameters and optimizer state on each device;"
+        f"parameters: {named}; {gibibytes(held)} of parameters and optimizer state on each device{offloaded};"
         " compiling shows what a step needs besides"
     )
 

@@ -24,16 +24,12 @@ from jaxforge.data import BatchLayout, DigitsSource, Loader, eval_source, train_
 from jaxforge.data.files_source import FilesSource
 from jaxforge.data.lengths import describe_skipped
 from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
+from jaxforge.training.backends import attention_backend, missing_libraries_as_config_errors
 from jaxforge.training.describe import describe_evaluation, describe_run, describe_state, differences, gibibytes
 from jaxforge.training.evaluation import Evaluation, Evaluator, LossEvaluator, make_evaluator
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.metrics import MetricsWriter
-from jaxforge.training.program import (
-    attention_backend,
-    build_program,
-    bytes_while_running,
-    missing_libraries_as_config_errors,
-)
+from jaxforge.training.program import build_program, bytes_while_running
 from jaxforge.training.report import Progress, draw_pictures, draw_predictions
 from jaxforge.training.rundir import RunDirectory
 from jaxforge.training.state import export_source, export_state, first_state, restored_state, saved_base

@@ -11,7 +11,8 @@ from jaxforge.config.schema import Config
 from jaxforge.optim.paths import parameter_paths, split
 from jaxforge.parallel.pipeline.choice import is_over_stages, stage_units
 from jaxforge.parallel.pipeline.layout import PipelineLayout
-from jaxforge.training.program import Program, bytes_per_device, compute_dtype
+from jaxforge.training.backends import compute_dtype
+from jaxforge.training.program import Program, bytes_per_device
 
 Tree = Any
 
@@ -23,7 +24,8 @@ class MemoryParts:
     Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients and
     compute weights are computed too; `activations` is what remains of the temporary memory at its peak: saved
     activations, logits, communication buffers and workspace.  (Memory is used again within a step, so they may be
-    larger at a moment when gradients don't all exist yet.)
+    larger at a moment when gradients don't all exist yet.)  `host_state` is what lies in host memory of masters and
+    moments, and is in none of the others.
     """
 
     parameters: int
@@ -32,6 +34,7 @@ class MemoryParts:
     gradients: int
     compute_weights: int
     activations: int
+    host_state: int
 
 
 def memory_parts(
@@ -55,6 +58,7 @@ def memory_parts(
         compute_weights=compute_weights,
         # below 0 where the compiler fuses small tensors away or reuses their memory
         activations=max(0, temporary - gradients - compute_weights),
+        host_state=bytes_per_device(state, in_host=True),
     )
 
 

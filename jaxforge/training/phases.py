@@ -1,5 +1,7 @@
 """From a config to the phases of its step."""
 
+import dataclasses
+
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -48,17 +50,22 @@ def make_phases(
     parts, z_loss_coefficient = decoder_parts(model.decoder), config.loss.z_loss_coefficient
     vocabulary = None
     if vocabulary_is_over_stages(config):
-        vocabulary = Vocabulary(config.model.decoder.vocab_size, model.decoder.placement, is_cpu(mesh))
+        fused = model.decoder.fused_loss
+        if fused is not None:
+            fused = dataclasses.replace(fused, outer_axes=(STAGE,))
+        vocabulary = Vocabulary(config.model.decoder.vocab_size, model.decoder.placement, is_cpu(mesh), fused)
+
+    units = stage_units(config, layout) if layout is not None else []
 
     def pipeline(num_microbatches: int) -> Pipeline:
         assert layout is not None
         schedule = make_schedule(layout.pipeline_size, layout.virtual_stages, num_microbatches)
-        units = stage_units(config, layout)
         return Pipeline(
             parts,
             layout,
             schedule,
             units,
+            policies=model.decoder.policies,
             z_loss_coefficient=z_loss_coefficient,
             vocabulary=vocabulary,
         )

@@ -29,17 +29,13 @@ from jaxforge.parallel.pipeline.choice import num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.picture import draw_schedule
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes, in_flight, schedule_of
+from jaxforge.training.activation_costs import ActivationCost
+from jaxforge.training.backends import attention_backend, compute_dtype, missing_libraries_as_config_errors
 from jaxforge.training.collectives import Collective, find_collectives
 from jaxforge.training.describe import describe_encoder
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.memory_parts import MemoryParts, memory_parts
-from jaxforge.training.program import (
-    attention_backend,
-    build_program,
-    bytes_while_running,
-    compute_dtype,
-    missing_libraries_as_config_errors,
-)
+from jaxforge.training.program import build_program, bytes_while_running
 
 # What the compiler doesn't see: the CUDA context and the kernels' code, NCCL's buffers, cuDNN's workspace (it is 0 in
 # the compiler's account), and the next batch.  2 GiB is an allowance, not a measurement.
@@ -95,6 +91,7 @@ class PlanReport:
       tokens_per_step: of full rows.
       compile_seconds: tracing and compiling.
       num_parameters: of the whole model, frozen ones included.
+      activations: what each activation of a layer costs.
     """
 
     topology: str
@@ -109,6 +106,7 @@ class PlanReport:
     memory_parts: MemoryParts
     reserve_bytes: int
     num_parameters: int
+    activations: list[ActivationCost]
 
     def to_json(self) -> dict[str, Any]:
         """As plain dicts and lists."""
@@ -182,6 +180,7 @@ def plan(
         memory_parts=memory_parts(config, program, batch, device_bytes.temporary, stages),
         reserve_bytes=RESERVE_BYTES,
         num_parameters=sum(num_parameters(state[kind], stages) for kind in ("trainable", "frozen")),
+        activations=program.activation_costs(),
     )
 
 

@@ -3,32 +3,37 @@
 `jaxforge.plan` compiles exactly these for GPUs that aren't here.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxforge.config.derived import vocabulary_is_over_stages
-from jaxforge.config.errors import ConfigError
+from jaxforge.cluster.xla_flags import overlap_options
+from jaxforge.config.activations import model_parts
+from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
 from jaxforge.config.lora_rules import has_adapters
-from jaxforge.config.schema import Config
+from jaxforge.config.schema import Config, MemoryConfig
 from jaxforge.data.batches import batch_sharding
+from jaxforge.memory.offload import compiler_options
+from jaxforge.memory.policy import layer_policies
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
 from jaxforge.models.lora import add_adapters, is_adapter, trained_patterns
-from jaxforge.ops.placement import Placement
-from jaxforge.optim import learning_rate_schedule, make_optimizer, split_trainable
+from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
+from jaxforge.ops.placement import SINGLE_DEVICE, Placement
+from jaxforge.optim import make_optimizer, split_trainable
+from jaxforge.optim.host_memory import chosen_for_host_memory, in_host_memory, is_in_host_memory
+from jaxforge.optim.optimizer import moments, with_moments
 from jaxforge.optim.paths import join, parameter_paths, split
 from jaxforge.parallel.data import DataSharding, data_sharding
 from jaxforge.parallel.encoder import encoder_placement
+from jaxforge.parallel.microbatch_loss import FusedLoss, PlainLoss
 from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
 from jaxforge.parallel.rules import (
     decoder_placement,
@@ -37,6 +42,12 @@ from jaxforge.parallel.rules import (
     replicated,
     vocabulary_over_stages,
 )
+from jaxforge.training.activation_costs import (
+    ActivationCost,
+    activation_costs,
+    refuse_a_size_that_nothing_reaches,
+)
+from jaxforge.training.backends import attention_backend, compute_dtype, make_fused_loss
 from jaxforge.training.phases import divided_axes, is_summed_over_stages, make_phases
 from jaxforge.training.step import apply_gradients, cast, make_gradients, make_scoring
 
@@ -52,15 +63,19 @@ class Program:
       sharding: what is sharded over data parallel ranks.
       abstract_state: shapes, dtypes and shardings of the state: nested dict with "trainable" parameters (fp32),
         "frozen" ones (in the compute dtype: no update needs more), "optimizer", and "step" (int32, completed steps).
-      abstract_base: of all parameters but the adapters, together, as the state has them.
+        Masters and moments may lie in host memory (`memory.optimizer_cpu_offload`); then no device holds all of them
+        while a step runs.
+      abstract_base: of all parameters but the adapters, together, as the state has them, but none in host memory.
       has_adapters: whether adapters train (`config.lora`), and the base stays as it was given.
       batch_sharding: of every array [M, B, ...] of a batch; `BatchLayout` knows those of divided patch arrays too.
       initialise: seed -> state, computed straight into its shards.
-      initialise_from: (base, seed) -> the state of given base parameters, which are donated; adapters are those of
-        `initialise(seed)`.  `base` is laid out as `abstract_base`; its dtypes may differ, but then need memory twice.
+      initialise_from: (base, seed) -> the state of given base parameters, of which those are donated that stay on the
+        device; adapters are those of `initialise(seed)`.  `base` is laid out as `abstract_base`; its dtypes may differ,
+        but then need memory twice.
       train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
       score: (state, batch) -> (loss sum, target tokens, predicted next tokens [M, B, S]).
       gradients: (parameters, batch) -> (gradients, sums), before any optimizer; for tests and measurements.
+      activation_costs: () -> what each activation of a layer takes, traced when it is called.
     """
 
     mesh: Mesh
@@ -74,6 +89,7 @@ class Program:
     train_step: jax.stages.Wrapped
     score: Callable[[Tree, dict], tuple[jax.Array, jax.Array, jax.Array]]
     gradients: Callable[[Tree, dict], tuple[Tree, dict]]
+    activation_costs: Callable[[], list[ActivationCost]]
 
     def saved(self, state: Tree) -> Tree:
         """What a checkpoint holds of a state, or of `abstract_state`: with adapters, not the frozen base."""
@@ -97,28 +113,19 @@ class Program:
         return split(self.initialise(seed)["frozen"], is_adapter)[1]
 
 
-def compute_dtype(config: Config, platform: str) -> jnp.dtype:
-    """`train.compute_dtype`, with auto resolved: bfloat16 on GPU, float32 elsewhere."""
-    if config.train.compute_dtype == "auto":
-        return jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)
-    return jnp.dtype(config.train.compute_dtype)
-
-
-def attention_backend(config: Config, platform: str) -> str:
-    """`train.attention_backend`, with auto resolved: cuDNN on GPU for half precision, else the reference.
-
-    `platform` is that of the devices the program is compiled for, not of the machine that compiles it.
-    """
-    if config.train.attention_backend == "auto":
-        is_half = compute_dtype(config, platform) == jnp.bfloat16
-        return "cudnn" if platform == "gpu" and is_half else "xla"
-    return config.train.attention_backend
-
-
-def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[str, Placement] | None = None):
+def make_model(
+    config: Config,
+    backend: str,
+    rngs: nnx.Rngs,
+    placements: dict[str, Placement] | None = None,
+    fused_loss: LinearCrossEntropy | None = None,
+):
     """The model of a config, adapters included; with `placements` (of "encoder", "decoder") laid out over a mesh."""
     model = config.model
-    layout = {f"{part}_placement": placement for part, placement in (placements or {}).items()}
+    placements = placements or {}
+    by_part: dict[str, Any] = {f"{part}_placement": placement for part, placement in placements.items()}
+    for part in model_parts(config):
+        by_part[f"{part}_policies"] = layer_policies(config, part, placements.get(part, SINGLE_DEVICE))
     made = VisionLanguageModel(
         model,
         rngs=rngs,
@@ -126,7 +133,8 @@ def make_model(config: Config, backend: str, rngs: nnx.Rngs, placements: dict[st
         decoder_segments=recompute_segments(config.memory, model.decoder.num_layers),
         decoder_layer_order=layer_order(pipeline_layout(config)),
         encoder_segments=recompute_segments(model.encoder, model.encoder.num_layers) if model.encoder else None,
-        **layout,
+        fused_loss=fused_loss,
+        **by_part,
     )
     add_adapters(made, config.lora, rngs)
     return made
@@ -140,7 +148,10 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         "decoder": decoder_placement(config.parallel.sequence_parallel, bool(divided)),
     }
     dtype = compute_dtype(config, platform)
-    make = functools.partial(make_model, config, attention_backend(config, platform), placements=placements)
+    fused_loss = make_fused_loss(config, placements["decoder"], platform)
+    make = functools.partial(
+        make_model, config, attention_backend(config, platform), placements=placements, fused_loss=fused_loss
+    )
     model = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, abstract = nnx.split(model)
     by_module = placements | {"projector": placements["encoder"]}
@@ -152,8 +163,13 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         nnx.to_pure_dict(abstract),
         shardings,
     )
-    strategy = config.parallel.data_parallel_sharding_strategy
-    sharding = data_sharding(strategy, mesh, shapes, functools.partial(is_summed_over_stages, config))
+    sharding = data_sharding(
+        config.parallel.data_parallel_sharding_strategy,
+        mesh,
+        shapes,
+        functools.partial(is_summed_over_stages, config),
+        config.parallel.overlap_grad_reduce,
+    )
     _, base = split(shapes, is_adapter)
     base_paths = jax.tree.leaves(parameter_paths(base))
     only = trained_patterns(config.lora, config.optimizer.freeze, base_paths)
@@ -168,8 +184,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     frozen = jax.tree.map(
         lambda shape, layout: shape.update(dtype=dtype, sharding=layout), frozen, sharding.frozen_shardings(frozen)
     )
-    optimizer = make_optimizer(config.optimizer, config.train.steps, trainable)
-    schedule = learning_rate_schedule(config.optimizer, config.train.steps)
+    masters = _masters(config.memory, trainable)
+    optimizer = make_optimizer(config.optimizer, config.train.steps, masters)
 
     # both under jit and with output shardings, so that no device ever holds a whole model; the values of JAX's
     # counter-based generator don't depend on the sharding
@@ -198,16 +214,15 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def on_mesh(shape):
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=everywhere)
 
+    def like_masters(moment):
+        return jax.tree.map(lambda shape, master: shape.update(sharding=master.sharding), moment, masters)
+
+    optimizer_state = jax.eval_shape(optimizer.init, trainable)
+    mu, nu = moments(optimizer_state)
     abstract_state = {
-        "trainable": trainable,
+        "trainable": masters,
         "frozen": frozen,
-        "optimizer": optax.tree.map_params(
-            optimizer,
-            lambda shape, parameter: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=parameter.sharding),
-            jax.eval_shape(optimizer.init, trainable),
-            trainable,
-            transform_non_params=on_mesh,
-        ),
+        "optimizer": with_moments(jax.tree.map(on_mesh, optimizer_state), like_masters(mu), like_masters(nu)),
         "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
     }
     state_shardings = jax.tree.map(lambda shape: shape.sharding, abstract_state)
@@ -218,26 +233,34 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def score_of(parameters, microbatch):
         return nnx.merge(graph, parameters).score(microbatch)
 
+    def hidden_of(parameters, microbatch):
+        return nnx.merge(graph, parameters).hidden(microbatch)
+
     phases = make_phases(config, model, mesh, sharding)
     if phases is None:
-        gradients_of = make_gradients(loss_of, mesh, config.loss.z_loss_coefficient, sharding)
+        loss: PlainLoss | FusedLoss = PlainLoss(loss_of, config.loss.z_loss_coefficient)
+        if fused_loss is not None:
+            loss = FusedLoss(hidden_of, fused_loss, tuple(model.decoder.head_path.split("/")))
+        gradients_of = make_gradients(loss, mesh, sharding)
         scores_of = make_scoring(score_of, mesh, sharding)
     else:
         gradients_of, scores_of = phases.gradients, phases.scores
 
+    def weights_of(masters):
+        return sharding.cast(optimizer.cast_from_host(masters, dtype), dtype)
+
     def gradients(trainable, frozen, batch):
         # cast once, before the loop over microbatches
-        return gradients_of(sharding.cast(trainable, dtype), frozen, batch)
+        return gradients_of(weights_of(trainable), frozen, batch)
 
     def scores(state, batch):
-        return scores_of(join(sharding.cast(state["trainable"], dtype), state["frozen"]), batch)
+        return scores_of(join(weights_of(state["trainable"]), state["frozen"]), batch)
 
     def train_step(state, batch):
         if config.model.decoder.hidden_dropout:
             batch = batch | {"dropout_keys": row_keys(config.train.seed, state["step"], batch["tokens"].shape[:2])}
         grads, sums = gradients(state["trainable"], state["frozen"], batch)
-        # the last link of the optimizer's chain counts the updates that were applied, which the schedule follows
-        learning_rate = schedule(state["optimizer"][-1].count)
+        learning_rate = optimizer.learning_rate(state["optimizer"])
         next_state, metrics = apply_gradients(optimizer, state, grads, sums)
         return next_state, metrics | {"learning_rate": learning_rate}
 
@@ -246,8 +269,27 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         trainable, frozen = trainable_and_frozen(parameters)
         return gradients(trainable, cast(frozen, dtype), batch)
 
+    def costs():
+        alone = nnx.eval_shape(lambda: make_model(config, attention_backend(config, platform), nnx.Rngs(params=0)))
+        microbatches = num_microbatches(config, mesh.devices.size)
+        return activation_costs(config, alone, trainable, frozen, dtype, microbatches)
+
+    if config.memory.min_offloaded_tensor_size is not None:
+        refuse_a_size_that_nothing_reaches(config, costs())
+
     # compiling these well would take longer than they run
     runs_once = {"xla_backend_optimization_level": 1}
+    run_from_parts = jax.jit(
+        lambda movers, others, seed: initial_state_from(join(movers, others), seed),
+        donate_argnums=1,
+        out_shardings=state_shardings,
+        compiler_options=runs_once,
+    )
+
+    def initialise_from(base, seed):
+        # what goes to host memory doesn't become a part of the state
+        return run_from_parts(*split(base, lambda path: path in optimizer.in_host_memory), seed)
+
     return Program(
         mesh=mesh,
         sharding=sharding,
@@ -256,47 +298,38 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         has_adapters=has_adapters(config.lora),
         batch_sharding=batch_sharding(mesh),
         initialise=jax.jit(initial_state, out_shardings=state_shardings, compiler_options=runs_once),
-        initialise_from=jax.jit(
-            initial_state_from, donate_argnums=0, out_shardings=state_shardings, compiler_options=runs_once
+        initialise_from=initialise_from,
+        train_step=jax.jit(
+            train_step,
+            donate_argnums=0,
+            out_shardings=(state_shardings, everywhere),
+            compiler_options=compiler_options(config, platform) | overlap_options(config, platform),
         ),
-        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, everywhere)),
         # replicated, so that every process can read every prediction
         score=jax.jit(scores, out_shardings=everywhere),
         gradients=all_gradients,
+        activation_costs=costs,
     )
 
 
-@contextlib.contextmanager
-def missing_libraries_as_config_errors(backend: str) -> Iterator[None]:
-    """What the compiler lacks; and what JAX's cuDNN attention, which checks it while it is traced, can't compute."""
-    try:
-        yield
-    except NotImplementedError as error:
-        if backend != "cudnn":
-            raise
-        raise ConfigError(
-            f"train.attention_backend is cudnn on GPU, which can't compute this: {error}"
-            " (set train.attention_backend=xla)"
-        ) from error
-    except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        if "No PTX compilation provider" in first_line:
-            raise ConfigError(
-                "compiling for a GPU needs ptxas, of NVIDIA's CUDA toolkit; run: make setup-gpu-compile"
-                " (or pip install --no-deps nvidia-cuda-nvcc-cu12)"
-            ) from error
-        if "cudnn" in first_line.lower():
-            raise ConfigError(
-                f"train.attention_backend is cudnn on GPU, and there is no cuDNN to compile for ({first_line}); run:"
-                " make setup-gpu-compile (or pip install --no-deps nvidia-cudnn-cu12), or set"
-                " train.attention_backend=xla"
-            ) from error
-        raise
+def _masters(memory: MemoryConfig, trainable: Tree) -> Tree:
+    """`trainable`, shapes with shardings, with those moved to host memory that the config says."""
+    if not memory.optimizer_cpu_offload:
+        return trainable
+    sizes = jax.tree.map(shard_size, trainable)
+    fraction = 1.0 if memory.optimizer_offload_fraction is None else memory.optimizer_offload_fraction
+    chosen = chosen_for_host_memory(sizes, fraction)
+    return jax.tree.map(
+        lambda path, shape: shape.update(sharding=in_host_memory(shape.sharding)) if path in chosen else shape,
+        parameter_paths(trainable),
+        trainable,
+    )
 
 
-def bytes_per_device(tree: Tree) -> int:
-    """What one device holds of a tree of ShapeDtypeStructs with shardings."""
-    return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def bytes_per_device(tree: Tree, *, in_host: bool = False) -> int:
+    """What one device holds of a tree of ShapeDtypeStructs with shardings; or what it has in host memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_in_host_memory(leaf) == in_host]
+    return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def shard_size(leaf: jax.ShapeDtypeStruct) -> int:

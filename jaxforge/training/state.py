@@ -12,6 +12,7 @@ from jaxforge.checkpoint.weights import MergedArrays, fingerprint, hf_folder, or
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 from jaxforge.models.lora import is_adapter
+from jaxforge.optim.host_memory import moved
 from jaxforge.optim.paths import join, split
 from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
 from jaxforge.training.program import Program
@@ -91,5 +92,6 @@ def _load(config: Config, program: Program, weights: ArrayReader) -> Tree:
         return load(weights, program.abstract_base, order=order)
     random = program.initialise(config.train.seed)
     _, initial = split(join(random["trainable"], random["frozen"]), is_adapter)
+    initial = jax.tree.map(lambda array, shape: moved(array, shape.sharding), initial, program.abstract_base)
     loaded = load(weights, program.abstract_base, initial, order)
     return jax.block_until_ready(loaded)

@@ -11,43 +11,35 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, large_axes
 from jaxforge.ops.cross_entropy import IGNORE
-from jaxforge.ops.sharded_weight import differentiable, with_differentiable
+from jaxforge.ops.sharded_weight import differentiable
+from jaxforge.optim.optimizer import Optimizer
 from jaxforge.optim.paths import join, parameter_paths
 from jaxforge.parallel.data import DataSharding, whole_but_layers
+from jaxforge.parallel.microbatch_loss import FusedLoss, PlainLoss, step_sums
 
 Tree = Any
 ROWS = PartitionSpec(None, DATA_AXES)
 
 
-def make_gradients(loss_of: Callable, mesh: Mesh, z_loss_coefficient: float, sharding: DataSharding) -> Callable:
+def make_gradients(loss: PlainLoss | FusedLoss, mesh: Mesh, sharding: DataSharding) -> Callable:
     """(trainable, frozen, batch) -> (gradients, sums), for parameters in the compute dtype and a batch [M, B, ...].
 
     The gradients are fp32, of (cross-entropy + z-loss) summed over target tokens and divided once by their number in
     the whole step: microbatches, ranks, packing and padding don't enter.  Data parallel axes are manual, so that
     gradients are reduced when and how `sharding` says; `sums` are global.
-
-    Args:
-      loss_of: (parameters, microbatch) -> sums over target tokens of cross-entropy and squared log-sum-exp.
     """
 
     data_axes = large_axes(mesh, DATA_AXES)
 
     def local(trainable, frozen, batch):
         trainable, frozen = sharding.trained(trainable), sharding.frozen(frozen)
-        variables = differentiable(trainable)
 
-        def objective(variables, microbatch):
-            parameters = join(with_differentiable(trainable, variables), frozen)
-            loss_sum, z_sum = loss_of(whole_but_layers(parameters), microbatch)
-            return loss_sum + z_loss_coefficient * z_sum, (loss_sum, z_sum)
+        def parameters_of(trainable):
+            return whole_but_layers(join(trainable, frozen))
 
-        def accumulate(carry, microbatch):
-            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(variables, microbatch)
-            return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), carry, (grads, sums)), None
-
-        zeros = jax.tree.map(lambda v: jnp.zeros_like(v, jnp.float32), variables)
-        scalar = jnp.zeros((), jnp.float32)
-        (grads, (loss_sum, z_sum)), _ = lax.scan(accumulate, (zeros, (scalar, scalar)), batch)
+        zeros = jax.tree.map(lambda v: jnp.zeros_like(v, jnp.float32), differentiable(trainable))
+        with_pending = sharding.with_pending if sharding.scatters_with_last else None
+        grads, (loss_sum, z_sum) = step_sums(loss, trainable, parameters_of, batch, zeros, with_pending)
         sums = lax.psum({"loss": loss_sum, "z": z_sum} | count_tokens(batch), data_axes)
         grads = sharding.reduced(grads)
         return jax.tree.map(lambda g: g / jnp.maximum(sums["target_tokens"], 1), grads), sums
@@ -83,7 +75,7 @@ def count_tokens(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return counts
 
 
-def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree, sums: dict) -> tuple[Tree, dict]:
+def apply_gradients(optimizer: Optimizer, state: Tree, grads: Tree, sums: dict) -> tuple[Tree, dict]:
     """The next state and the step's metrics.  An update that isn't finite leaves parameters and optimizer as they were.
 
     The step counts in any case: it is also the position in the data.
@@ -92,13 +84,7 @@ def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads:
     loss = sums["loss"] / count
     grad_norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    updates, next_optimizer = optimizer.update(grads, state["optimizer"], state["trainable"])
-    next_trainable = optax.apply_updates(state["trainable"], updates)
-    trainable, optimizer_state = jax.tree.map(
-        lambda new, old: jnp.where(is_finite, new, old),
-        (next_trainable, next_optimizer),
-        (state["trainable"], state["optimizer"]),
-    )
+    trainable, optimizer_state = optimizer.update(grads, state["optimizer"], state["trainable"], grad_norm, is_finite)
     next_state = {
         "trainable": trainable,
         "frozen": state["frozen"],

@@ -59,8 +59,6 @@ def _planned_fields(cls, prefix=""):
 OTHER_VALUES = {bool: True, int: 2, float: 0.5, str: "x", tuple: ("x",), type(None): None}
 OPTIONAL_VALUES = {
     "expert_tensor_parallel_size": 2,
-    "min_offloaded_tensor_size": 2,
-    "optimizer_offload_fraction": 0.5,
     "moe_deepep_num_sms": 2,
 }
 PLANNED = list(_planned_fields(Config)) + [f"model.encoder.{name}" for name in _planned_fields(EncoderConfig)]
@@ -71,9 +69,6 @@ def test_what_later_work_brings_is_marked_in_the_schema():
     assert {
         "parallel.context_parallel_size",
         "parallel.expert_model_parallel_size",
-        "memory.fine_grained_activation_offloading",
-        "memory.optimizer_cpu_offload",
-        "loss.cross_entropy_loss_fusion",
         "moe.moe_enable_deepep",
         "model.encoder.hidden_dropout",
     } <= set(PLANNED)
@@ -105,6 +100,7 @@ def test_what_is_not_built_is_refused_by_name(path):
         ({"checkpoint.keep": 0}, "checkpoint.keep=0 must be at least 1"),
         ({"model.decoder.mrope_section": (8, 0, 0)}, "model.decoder.mrope_section[1]=0 must be at least 1"),
         ({"optimizer.weight_decay": -0.1}, "optimizer.weight_decay=-0.1 must be at least 0"),
+        ({"loss.lce_fwd_vocab_split_size": 0}, "loss.lce_fwd_vocab_split_size=0 must be at least 1"),
         ({"loss.z_loss_coefficient": -1.0}, "loss.z_loss_coefficient=-1.0 must be at least 0"),
         ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0"),
         ({"model.decoder.norm_epsilon": 0.0}, "model.decoder.norm_epsilon=0.0 must be above 0"),
@@ -355,6 +351,32 @@ def test_the_global_batch_is_whole_microbatches(rows, fitting):
             {"optimizer.lr_scale": (("encoder/**", 0.0),)},
             "optimizer.lr_scale gives 'encoder/**' the factor 0.0, which must be above 0; list the pattern in"
             " optimizer.freeze",
+        ),
+        (
+            {"memory.optimizer_offload_fraction": 0.5},
+            "memory.optimizer_offload_fraction=0.5 would have no effect with memory.optimizer_cpu_offload=False",
+        ),
+        (
+            {"memory.optimizer_cpu_offload": True, "memory.optimizer_offload_fraction": 0.0},
+            "memory.optimizer_offload_fraction=0.0 must be above 0 and at most 1",
+        ),
+        (
+            {"memory.optimizer_cpu_offload": True, "memory.optimizer_offload_fraction": 1.5},
+            "memory.optimizer_offload_fraction=1.5 must be above 0 and at most 1",
+        ),
+        # neighbours of bfloat16 are up to 1/128 apart, so that less than half of this is rounded away
+        (
+            {"optimizer.exp_avg_sq_dtype": "bfloat16", "optimizer.adam_beta2": 0.999},
+            "optimizer.exp_avg_sq_dtype=bfloat16 can't hold a moment that decays by 1 - optimizer.adam_beta2 = 0.001",
+        ),
+        (
+            {"loss.cross_entropy_fusion_impl": "linear"},
+            "loss.cross_entropy_fusion_impl=linear would have no effect with loss.cross_entropy_loss_fusion=False; set"
+            " that to true, or cross_entropy_fusion_impl to None",
+        ),
+        (
+            {"loss.lce_bwd_vocab_split_size": 2048},
+            "loss.lce_bwd_vocab_split_size=2048 would have no effect with loss.cross_entropy_loss_fusion=False",
         ),
         ({"data.source": "digits"}, "data.source=digits shows images, but model.encoder is None"),
         ({"data.digits_max": 3}, "data.digits_max=3 would have no effect with data.source=synthetic"),

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, build_mesh, mesh_layout
 from jaxforge.cluster.topology import described_devices, parse_topology
-from jaxforge.ops.attention import attention
+from jaxforge.ops.attention import attention, row_segments
 from jaxforge.parallel.encoder import encoder_placement
 from jaxforge.parallel.rules import decoder_placement
 from pallas_kernels.attention_blocks import packed_mask
@@ -125,7 +125,8 @@ def test_heads_over_tensor_parallel_gpus_are_computed_where_they_are(part):
         *qkv, segment_ids = arrays
 
         def attend(q, k, v):
-            return attention(q, k, v, segment_ids, causal=causal, backend="flash", placement=placement)
+            segments = row_segments(segment_ids, causal=causal, backend="flash")
+            return attention(q, k, v, segments, causal=causal, backend="flash", placement=placement)
 
         out, pull = jax.vjp(attend, *over_tensor(qkv))
         return over_tensor(pull(out))

@@ -2,6 +2,11 @@
 
 import dataclasses
 
+import jax
+
+from jaxforge.cluster.mesh import MeshLayout, build_mesh
+from jaxforge.cluster.topology import described_devices, parse_topology
+from jaxforge.config.derived import num_microbatches
 from jaxforge.config.schema import (
     Config,
     DataConfig,
@@ -14,7 +19,9 @@ from jaxforge.config.schema import (
     ProjectorConfig,
     TrainConfig,
 )
+from jaxforge.data.batches import BatchLayout
 from jaxforge.training.planning import PlanReport, plan
+from jaxforge.training.program import build_program
 
 SEQ_LENGTH, PATCHES, WIDTH, LAYERS, MICROBATCHES = 96, 64, 192, 3, 5
 ACTIVATION_BYTES = SEQ_LENGTH * WIDTH * 2  # of one row, bfloat16
@@ -56,3 +63,12 @@ def vision_language_model(encoder: str, tensor: int, encoder_tensor: int, **opti
 
 def silent_plan(config: Config, topology: str) -> PlanReport:
     return plan(config, topology, say=lambda line: None)
+
+
+def compiled_step(config: Config, topology: str) -> jax.stages.Compiled:
+    """The train step as the compiler leaves it."""
+    cluster = parse_topology(topology)
+    mesh = build_mesh(MeshLayout.from_config(config, cluster.num_devices), described_devices(cluster))
+    program = build_program(config, mesh, "gpu")
+    batch = BatchLayout.from_config(config, mesh, num_microbatches(config, cluster.num_devices)).shapes()
+    return program.train_step.lower(program.abstract_state, batch).compile()

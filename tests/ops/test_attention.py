@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tensor_group import on_tensor_group
 
-from jaxforge.ops.attention import attention, reference_attention, visible_keys
+from jaxforge.ops.attention import attention, reference_attention, row_segments, visible_keys
 from jaxforge.ops.placement import SINGLE_DEVICE
 from jaxforge.parallel.encoder import encoder_placement
 from jaxforge.parallel.rules import decoder_placement
@@ -24,7 +24,8 @@ def random_qkv(heads=4, groups=2, width=8, seed=0):
 
 
 def attend(q, k, v, *, causal, backend="xla", segments=SEGMENTS, placement=SINGLE_DEVICE, mask=None):
-    return attention(q, k, v, segments, causal=causal, backend=backend, placement=placement, mask=mask)
+    segments = row_segments(segments, causal=causal, backend=backend) if mask is None else mask
+    return attention(q, k, v, segments, causal=causal, backend=backend, placement=placement)
 
 
 def loop_attention(q, k, v, segments, causal, window=None):

@@ -10,7 +10,8 @@ import pytest
 
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import OptimizerConfig
-from jaxforge.optim import make_optimizer, split_trainable
+from jaxforge.optim import learning_rate_schedule, make_optimizer, split_trainable
+from jaxforge.optim.optimizer import moments
 from jaxforge.optim.paths import decays, join, matches, parameter_paths
 
 PARAMETERS = {
@@ -29,8 +30,8 @@ def after_updates(config, parameters=PARAMETERS, gradients=GRADIENTS, steps=100)
     optimizer = make_optimizer(config, steps, parameters)
     state = optimizer.init(parameters)
     for gradient in gradients:
-        updates, state = optimizer.update(gradient, state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
+        norm = optax.tree.norm(gradient)
+        parameters, state = optimizer.update(gradient, state, parameters, norm, jnp.isfinite(norm))
     return by_path(parameters)
 
 
@@ -96,6 +97,61 @@ def test_the_first_pattern_that_matches_scales_the_learning_rate_of_a_parameter(
         decay = 0.0 if path in ("encoder/layers/mlp/up_bias_F", "decoder/final_norm/scale") else 0.5
         expected = expected_after(path, [scales.get(path, 0.1)] * 3, decay)
         np.testing.assert_allclose(found[path].ravel(), expected, rtol=1e-6, atol=2e-7, err_msg=path)
+
+
+def test_updates_and_state_are_those_of_the_chain_of_optax():
+    config = config_of(learning_rate=0.03, lr_warmup_iters=2, clip_grad=1.0, lr_scale=(("encoder/**", 3.0),))
+    paths = parameter_paths(PARAMETERS)
+    chain = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(0.8, 0.9, 1e-3),
+        optax.add_decayed_weights(0.5, mask=jax.tree.map(decays, paths)),
+        optax.stateless(lambda u, _: u | {"encoder": jax.tree.map(lambda u: 3 * u, u["encoder"])}),
+        optax.scale_by_learning_rate(learning_rate_schedule(config, 100)),
+    )
+    expected, chain_state = PARAMETERS, chain.init(PARAMETERS)
+    optimizer = make_optimizer(config, 100, PARAMETERS)
+    parameters, state = PARAMETERS, optimizer.init(PARAMETERS)
+    assert jax.tree.structure(state) == jax.tree.structure(chain_state)  # what checkpoints are made of
+    for gradient in GRADIENTS:
+        updates, chain_state = chain.update(gradient, chain_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        norm = optax.tree.norm(gradient)
+        parameters, state = optimizer.update(gradient, state, parameters, norm, jnp.isfinite(norm))
+    for found, value in zip(
+        jax.tree.leaves((parameters, state)), jax.tree.leaves((expected, chain_state)), strict=True
+    ):
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-7)
+
+
+def test_an_update_that_is_not_finite_leaves_everything_but_the_step_alone():
+    optimizer = make_optimizer(config_of(), 100, PARAMETERS)
+    norm = optax.tree.norm(GRADIENTS[0])
+    before = optimizer.update(GRADIENTS[0], optimizer.init(PARAMETERS), PARAMETERS, norm, jnp.isfinite(norm))
+    poisoned = jax.tree.map(lambda g: g * jnp.nan, GRADIENTS[1])
+    after = optimizer.update(poisoned, before[1], before[0], jnp.float32(jnp.nan), jnp.array(False))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_moments_stored_in_bfloat16_are_rounded_after_each_update_which_is_computed_in_fp32():
+    config = config_of(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    optimizer = make_optimizer(config, 100, PARAMETERS)
+    parameters, state = PARAMETERS, optimizer.init(PARAMETERS)
+    values = np.asarray(by_path(PARAMETERS)["decoder/head_VD"], np.float64)
+    m = v = np.zeros_like(values)
+    for step, gradient in enumerate(GRADIENTS, start=1):
+        parameters, state = optimizer.update(gradient, state, parameters, jnp.ones(()), jnp.array(True))
+        g = np.asarray(by_path(gradient)["decoder/head_VD"], np.float64)
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        direction = (m / (1 - 0.8**step)) / (np.sqrt(v / (1 - 0.9**step)) + 1e-3)
+        values = values - 0.1 * (direction + 0.5 * values)
+        m, v = (np.asarray(moment, jnp.bfloat16).astype(np.float64) for moment in (m, v))
+    np.testing.assert_allclose(parameters["decoder"]["head_VD"], values, rtol=1e-6, atol=2e-7)
+    mu, nu = moments(state)
+    assert mu["decoder"]["head_VD"].dtype == nu["decoder"]["head_VD"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(mu["decoder"]["head_VD"], np.float64), m)
+    np.testing.assert_array_equal(np.asarray(nu["decoder"]["head_VD"], np.float64), v)
 
 
 def test_only_norms_and_biases_are_free_of_decay():

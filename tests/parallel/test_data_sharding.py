@@ -79,6 +79,22 @@ def test_a_vision_model_has_the_gradients_of_one_device(compiler):
         deviation(loss_of(config, sums), case.by_layer(config, gradients), *expected).assert_small(case)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain loss", "fused loss"])
+def test_gradients_that_are_reduced_with_the_last_microbatch_are_the_same(fused):
+    parameters, rows, *expected = problem()
+    case = Case(1, tensor=2, data=2, sharding="optim")
+    config = case.config()
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, overlap_grad_reduce=True),
+        loss=dataclasses.replace(config.loss, cross_entropy_loss_fusion=fused),
+    )
+    program = case.program(config)
+    assert program.sharding.scatters_with_last
+    gradients, sums = program.gradients(*case.arguments(program, config, parameters, rows))
+    deviation(loss_of(config, sums), gradients, *expected).assert_small(case)
+
+
 @pytest.mark.parametrize("case", [Case(1, data=4), Case(2, data=2)], ids=["no pipeline", "pipeline"])
 def test_adapters_train_on_a_base_that_is_cut(case):
     # scales of 1, as in test_lora_layouts.py
@@ -164,7 +180,7 @@ def test_masters_and_moments_are_cut_over_all_that_would_repeat_them(case, table
 def test_matrices_that_cannot_be_cut_are_refused_where_they_are_more_than_a_little():
     narrow = dict(hidden_size=12, ffn_hidden_size=12, num_attention_heads=2, num_query_groups=2, kv_channels=8)
     with pytest.raises(ConfigError, match=r"into 8 parts.*; decoder/.* of shape \(8, 12, 12\) has none that 8 divides"):
-        abstract_state(Case(1, data=8, sharding="optim"), decoder_changes=narrow)
+        abstract_state(Case(1, data=8, sharding="optim_grads"), decoder_changes=narrow)
     # Qwen3-VL's table of 9 positions, over 2 ranks
     state = abstract_state(VisionCase("qwen3_vit", HETERO_TP, tensor=4, data=2, sharding="optim"))
     assert state["trainable"]["encoder"]["position_ND"].sharding.spec[0] is None

@@ -20,8 +20,9 @@ from tiny_models import (
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.config.schema import OptimizerConfig
 from jaxforge.optim import make_optimizer
-from jaxforge.training.program import build_program, make_model
 from jaxforge.parallel.data import data_sharding
+from jaxforge.parallel.microbatch_loss import PlainLoss
+from jaxforge.training.program import build_program, make_model
 from jaxforge.training.step import apply_gradients, make_gradients
 
 IGNORE = -100
@@ -288,7 +289,7 @@ def test_a_thousand_small_updates_move_the_master_of_a_bf16_weight():  # F72
     mesh = build_mesh(mesh_layout(1), jax.devices()[:1])
     parameters = {"w": jnp.ones(3)}
     sharding = data_sharding("no_shard", mesh, parameters, lambda path: False)
-    gradients_of = make_gradients(loss_of, mesh, 0.0, sharding)
+    gradients_of = make_gradients(PlainLoss(loss_of, 0.0), mesh, sharding)
     config = OptimizerConfig(learning_rate=1e-6, lr_decay_style="constant", weight_decay=0.0)
     optimizer = make_optimizer(config, 1000, parameters)
 

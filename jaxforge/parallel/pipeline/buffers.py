@@ -10,10 +10,14 @@ memory doesn't grow with the number of microbatches, and stages of different siz
 import dataclasses
 import heapq
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxforge.parallel.pipeline.schedule import Schedule
+
+if TYPE_CHECKING:
+    from jaxforge.parallel.pipeline.pieces import Unit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +59,15 @@ def visit_slots(schedule: Schedule, slots_by_stage: Sequence[int]) -> Slots:
     write[first_N, rank_N, value_N] = slot_N
     read[last_N, rank_N, value_N] = slot_N
     return Slots(num_slots, write, read)
+
+
+def unit_slots(schedule: Schedule, units_by_stage: Sequence[Sequence["Unit"]]) -> dict[tuple[int, bool], Slots]:
+    """Slots for what each kind of unit keeps; units of a kind have residuals of the same shapes."""
+    kinds = sorted({unit.kind for units in units_by_stage for unit in units})
+    return {
+        kind: visit_slots(schedule, [sum(unit.kind == kind for unit in units) for units in units_by_stage])
+        for kind in kinds
+    }
 
 
 def _values(num_microbatches: int, slots_by_stage: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

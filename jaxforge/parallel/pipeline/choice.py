@@ -6,6 +6,8 @@ from typing import Any
 import jax
 
 from jaxforge.config.derived import BALANCED, pipeline_layers_are_uneven, vocabulary_is_over_stages
+from jaxforge.config.errors import ConfigError
+from jaxforge.config.memory_rules import decisions_inside_of_recomputed_layers
 from jaxforge.config.schema import Config
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.optim.paths import parameter_paths
@@ -66,10 +68,14 @@ def num_parameters(parameters: Tree, layout: PipelineLayout | None) -> int:
 
 
 def stage_units(config: Config, layout: PipelineLayout) -> list[tuple[Unit, ...]]:
-    """The units of every stage.  block recomputes the first layers of each stage, uniform groups within a stage."""
+    """The units of every stage.  block recomputes the first layers of each stage, uniform groups within a stage.
+
+    Raises:
+      ConfigError: for activations that are decided on although every layer is recomputed.
+    """
     encoder = config.model.encoder
     num_features = len(encoder.deepstack_visual_indexes) if encoder else 0
-    return [
+    units = [
         chunk_units(
             stage.num_layers,
             stage.first_layer,
@@ -78,3 +84,7 @@ def stage_units(config: Config, layout: PipelineLayout) -> list[tuple[Unit, ...]
         )
         for stage in layout.stages
     ]
+    if all(unit.is_recomputed for of_stage in units for unit in of_stage):
+        for message in decisions_inside_of_recomputed_layers(config, "decoder"):
+            raise ConfigError(message)
+    return units

@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxforge.cluster.mesh import STAGE
+from jaxforge.config.activations import LAYER_INPUT
+from jaxforge.memory.policy import Policies
 from jaxforge.ops.sharded_weight import differentiable, gathered, reduced
 from jaxforge.optim.paths import join
-from jaxforge.parallel.pipeline.buffers import Slots, visit_slots
+from jaxforge.parallel.pipeline.buffers import unit_slots
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Unit, Weights, no_gradient, take
 from jaxforge.parallel.pipeline.residuals import Residuals
@@ -38,6 +41,7 @@ class Pipeline:
 
     Args:
       units_by_stage: the units of every stage.
+      policies: what units keep of their activations, and where.
       z_loss_coefficient: weight of the squared log-sum-exp in the gradients.
       vocabulary: where embedding and head lie over the stages, and all stages share their work; None where the first
         and the last stage do it alone.
@@ -50,22 +54,19 @@ class Pipeline:
         schedule: Schedule,
         units_by_stage: Sequence[tuple[Unit, ...]],
         *,
+        policies: Policies,
         z_loss_coefficient: float,
         vocabulary: Vocabulary | None = None,
     ):
         self.parts, self.layout, self.schedule = parts, layout, schedule
-        self.z, self.vocabulary = z_loss_coefficient, vocabulary
+        self.z, self.vocabulary, self.policies = z_loss_coefficient, vocabulary, policies
         self.makeups = list(dict.fromkeys(units_by_stage))
         shape = (layout.virtual_stages, layout.pipeline_size)
         makeup_S = np.array([self.makeups.index(units) for units in units_by_stage], np.int32)
         self.makeup_RV = makeup_S.reshape(shape).T
         self.first_layer_RV = np.array([s.first_layer for s in layout.stages], np.int32).reshape(shape).T
-        self._kinds = sorted({unit.kind for units in units_by_stage for unit in units})
-        self._slots: dict[tuple[int, bool], Slots] = {
-            kind: visit_slots(schedule, [sum(unit.kind == kind for unit in units) for units in units_by_stage])
-            for kind in self._kinds
-        }
-        self._residuals = {kind: Residuals() for kind in self._kinds}
+        self._slots = unit_slots(schedule, units_by_stage)
+        self._residuals = {kind: Residuals() for kind in self._slots}
 
     def gradients(self, layers: Weights, ends: Weights, visual: Tree, batch: Tree) -> Gradients:
         """The whole schedule, forward and backward.
@@ -143,17 +144,27 @@ class Pipeline:
         return jax.eval_shape(enter, ends, visual, jax.tree.map(lambda a: a[0], batch))  # of any rows
 
     def _empty_pools(self, layers: Weights, x: jax.ShapeDtypeStruct, batch: Tree) -> Tree:
-        """A buffer [slots, ...] for each residual of each kind of unit."""
+        """A buffer [slots, ...] for each residual of each kind of unit, in the memory where that lies."""
         pools = {}
-        for kind in self._kinds:
+        for kind in self._slots:
 
-            def probe(layers, x, microbatch, layer, kind=kind):
+            spaces: list[Any] = []
+
+            def probe(layers, x, microbatch, layer, kind=kind, spaces=spaces):
                 weights = Weights(*(take(tree, 0, kind[0]) for tree in layers))
-                return self.unit_forward(kind, weights, x, self.parts.shared(microbatch), layer)[1]
+                kept = self.unit_forward(kind, weights, x, self.parts.shared(microbatch), layer)[1]
+                spaces.extend(jax.typeof(array).memory_space for array in kept)
+                return kept
 
             microbatch = jax.tree.map(lambda a: a[0], batch)
             kept = jax.eval_shape(probe, layers, x, microbatch, jax.ShapeDtypeStruct((), jnp.int32))
-            pools[kind] = [jnp.zeros((self._slots[kind].num_slots, *one.shape), one.dtype) for one in kept]
+            # Filled with different numbers: of equal buffers XLA would make one, and then copies of it.  What is read
+            # was written before.
+            shapes = [(self._slots[kind].num_slots, *one.shape) for one in kept]
+            pools[kind] = [
+                jax.device_put(jnp.full(shape, number, one.dtype), space)
+                for number, (shape, one, space) in enumerate(zip(shapes, kept, spaces, strict=True))
+            ]
         return pools
 
     def apply_unit(self, kind: tuple[int, bool], weights: Tree, x: jax.Array, shared: Tree, layer: Any) -> jax.Array:
@@ -161,6 +172,7 @@ class Pipeline:
         num_layers, is_recomputed = kind
 
         def several(weights, x):
+            x = checkpoint_name(x, LAYER_INPUT)
             if num_layers == 1:
                 return self.parts.layer(weights, x, shared, layer)
 
@@ -170,7 +182,7 @@ class Pipeline:
 
             return lax.scan(one, x, (weights, layer + jnp.arange(num_layers)))[0]
 
-        return (jax.checkpoint(several, prevent_cse=False) if is_recomputed else several)(weights, x)
+        return self.policies.checkpoint(several, is_recomputed=is_recomputed)(weights, x)
 
     def unit_forward(
         self, kind: tuple[int, bool], weights: Weights, x: jax.Array, shared: Tree, layer: Any

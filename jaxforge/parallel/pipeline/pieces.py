@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
+
 Tree = Any
 
 
@@ -47,6 +49,7 @@ class Parts:
         number of the table's first row) -> embeddings of the tokens that it has; (embeddings, visual, microbatch) -> x;
         (ends, x) -> what the head reads.
       head: the name of the head's table among the ends.
+      fused: the loss fused with the head, which takes the place of `leave` and `score`; or None.
 
     `ends` are the decoder's parameters beside the layers, `visual` the encoder's output (or None), a microbatch the
     arrays of a batch without its first dimension.
@@ -63,6 +66,7 @@ class Parts:
     fill: Callable[[jax.Array, Tree, Tree], jax.Array]
     normed: Callable[[Tree, jax.Array], jax.Array]
     head: str
+    fused: LinearCrossEntropy | None
 
 
 class Weights(NamedTuple):

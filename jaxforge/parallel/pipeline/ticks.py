@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxforge.cluster.mesh import STAGE
-from jaxforge.ops.sharded_weight import differentiable, gathered, reduced, whole, with_differentiable
+from jaxforge.ops.sharded_weight import differentiable, gathered, whole, with_differentiable
 from jaxforge.optim.paths import join
+from jaxforge.parallel.microbatch_loss import add_head_gradient
 from jaxforge.parallel.pipeline.pieces import Gradients, Unit, Weights, add, add_at, take, unit_runs
 
 if TYPE_CHECKING:
@@ -123,17 +124,13 @@ class Ticks:
             own_hidden, vjp = jax.vjp(normed, self.variables, x)
             hidden = vocabulary.sum(jnp.where(is_last, own_hidden, 0))
             targets = self._microbatch(row["leaving"])["targets"]
-            name = self.parts.head
-            loss, z, dhidden, dhead = vocabulary.loss_and_gradients(
-                hidden, self._ends()[name], targets, self.pipeline.z
+            loss, z, dhidden, ends = self._with_head_gradient(
+                functools.partial(vocabulary.add_loss, z_loss_coefficient=self.pipeline.z), sums.ends, hidden, targets
             )
             dends, dx = vjp(jnp.where(is_last, dhidden, 0))
-            ends = add(sums.ends, dends)
-            if name in ends:
-                ends = ends | {name: ends[name] + reduced(self.ends.trainable[name], dhead).astype(jnp.float32)}
             # every stage has the sums: one counts them
             loss, z = jnp.where(is_last, loss, 0), jnp.where(is_last, z, 0)
-            return sums._replace(ends=ends, loss=sums.loss + loss, z=sums.z + z), dx
+            return sums._replace(ends=add(ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
 
         return lax.cond(row["leaving"] >= 0, compute, lambda sums, x: (sums, jnp.zeros_like(x)), sums, x)
 
@@ -233,6 +230,12 @@ class Ticks:
 
     def _loss(self, sums: Gradients, x: jax.Array, microbatch: Tree) -> tuple[Gradients, jax.Array]:
         """Loss of a microbatch with its gradients; on the last stage."""
+        if self.parts.fused is not None:
+            add_loss = functools.partial(add_head_gradient, self.parts.fused)
+            hidden, vjp = jax.vjp(lambda variables, x: self.parts.normed(self._ends(variables), x), self.variables, x)
+            loss, z, dhidden, ends = self._with_head_gradient(add_loss, sums.ends, hidden, microbatch["targets"])
+            dends, dx = vjp(dhidden)
+            return sums._replace(ends=add(ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
 
         def leave(variables, x):
             return self.parts.leave(self._ends(variables), x, microbatch)
@@ -240,6 +243,15 @@ class Ticks:
         (loss, z), vjp = jax.vjp(leave, self.variables, x)
         dends, dx = vjp((jnp.ones_like(loss), jnp.full_like(z, self.pipeline.z)))
         return sums._replace(ends=add(sums.ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
+
+    def _with_head_gradient(
+        self, add_loss: Callable, sums: Tree, hidden: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Tree]:
+        """(loss, z, gradient of hidden, sums of the ends with the head's), by (hidden, head, targets, table, sum)."""
+        name = self.parts.head
+        table, total = self.ends.trainable.get(name), sums.get(name)
+        loss, z, dhidden, total = add_loss(hidden, self._ends()[name], targets, table, total)
+        return loss, z, dhidden, sums | {name: total} if total is not None else sums
 
     def _layers_forward(
         self, units: tuple[Unit, ...], x: jax.Array, pools: Tree, write: Tree, chunk: jax.Array, shared: Tree,

@@ -9,6 +9,7 @@ The gradients of the loss are formed with it, so no logits are kept.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,10 @@ from jax import lax
 from jaxforge.cluster.mesh import STAGE
 from jaxforge.models.attention import RESIDUAL, WHOLE
 from jaxforge.ops.cross_entropy import IGNORE, MASKED, score_in_chunks
+from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 from jaxforge.ops.placement import Placement
+from jaxforge.ops.sharded_weight import reduced
+from jaxforge.parallel.microbatch_loss import add_head_gradient
 from jaxforge.parallel.stage_sums import sum_over_stages
 
 _LOGITS = (None, None, "vocab")
@@ -31,11 +35,13 @@ class Vocabulary:
       size: true rows of the whole table; padded ones never enter the loss.
       placement: of the decoder, for the rows' layout over tensor.
       on_cpu: whether the program is for CPU devices.
+      fused: the loss fused with the head, its rows over the stages too; or None.
     """
 
     size: int
     placement: Placement
     on_cpu: bool
+    fused: LinearCrossEntropy | None = None
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Over the stages."""
@@ -45,17 +51,28 @@ class Vocabulary:
         """The number of this stage's first row."""
         return lax.axis_index(STAGE) * table_vD.shape[0]
 
-    def loss_and_gradients(
-        self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array, z_loss_coefficient: float
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def add_loss(
+        self,
+        hidden_BSD: jax.Array,
+        head_vD: jax.Array,
+        targets_BS: jax.Array,
+        table: Any,
+        total: jax.Array | None,
+        *,
+        z_loss_coefficient: float,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Sums of cross-entropy and squared log-sum-exp; gradients of (cross-entropy + coefficient x squares).
 
         Args:
           hidden_BSD: equal on all stages, laid out as the residual stream.
+          table, total: of the head, as of `add_head_gradient`.
 
         Returns:
-          (loss, z, dhidden [B, S, D] laid out like hidden, dhead [V / stages, D]); the first three equal on all stages.
+          (loss, z, dhidden [B, S, D] laid out like hidden, the head's sum); the first three equal on all stages.
         """
+        if self.fused is not None:
+            loss, z, dhidden_BSD, total = add_head_gradient(self.fused, hidden_BSD, head_vD, targets_BS, table, total)
+            return loss, z, self.sum(dhidden_BSD), total
         whole_BSD = self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
         logits_BSv, ids_v = self._logits(whole_BSD, head_vD)
         loss, lse_BS, _ = self._loss(logits_BSv, ids_v, targets_BS)
@@ -67,12 +84,18 @@ class Vocabulary:
         dlogits_BSv = jnp.where(counted_BS[..., None], dlogits_BSv, 0).astype(hidden_BSD.dtype)
         # summed over tensor into the residual stream's layout first: under sequence parallelism a part each
         dhidden_BSD = self.placement.constrain(jnp.einsum("BSv,vD->BSD", dlogits_BSv, head_vD), RESIDUAL)
-        return loss, z, self.sum(dhidden_BSD), jnp.einsum("BSv,BSD->vD", dlogits_BSv, whole_BSD)
+        if total is not None:
+            dhead_vD = jnp.einsum("BSv,BSD->vD", dlogits_BSv, whole_BSD)
+            total = total + reduced(table, dhead_vD).astype(total.dtype)
+        return loss, z, self.sum(dhidden_BSD), total
 
     def score(
         self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The sum of cross-entropy, and each token's most likely next token [B, S] int32 (the lowest id of a tie)."""
+
+        if self.fused is not None:
+            return self.fused.score(hidden_BSD, head_vD, targets_BS)
 
         def one(hidden_BSD, targets_BS):
             logits_BSv, ids_v = self._logits(hidden_BSD, head_vD)

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxforge.memory.policy import KEEP_ALL, make_policies
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.pieces import Unit, Weights, take
@@ -19,13 +21,14 @@ class LayerAlone:
 
     @staticmethod
     def layer(weights, x_BD, shared, number):
-        return jnp.tanh(x_BD @ weights["up_DF"]) @ weights["down_FD"] + shared * number
+        up_BF = checkpoint_name(x_BD @ weights["up_DF"], "mlp_up")
+        return jnp.tanh(up_BF) @ weights["down_FD"] + shared * number
 
 
-def unit_of(num_layers, is_recomputed):
+def unit_of(num_layers, is_recomputed, policies=KEEP_ALL):
     unit = Unit(num_layers, is_recomputed)
-    layout = PipelineLayout(1, (num_layers,), (0,))
-    return unit.kind, Pipeline(LayerAlone, layout, make_schedule(1, 1, 1), [(unit,)], z_loss_coefficient=0.0)
+    layout, schedule = PipelineLayout(1, (num_layers,), (0,)), make_schedule(1, 1, 1)
+    return unit.kind, Pipeline(LayerAlone, layout, schedule, [(unit,)], policies=policies, z_loss_coefficient=0.0)
 
 
 def arrays(num_layers):
@@ -57,7 +60,7 @@ def test_parameters_are_not_kept(num_layers, is_recomputed, frozen):
         return y_BD, pipeline.unit_backward(kind, unit, residuals, shared, number, dy_BD)
 
     y_BD, (dweights, dx_BD) = there_and_back(parts, x_BD, dy_BD, jnp.float32(0.5), 4)
-    # activations alone: the input, and without recompute what the products and tanh need
+    # activations alone: the input, and without recompute what tanh reads
     assert set(kept) <= {(ROWS, WIDTH)} | (set() if is_recomputed else {(ROWS, INNER)})
 
     def plain(weights, x_BD):
@@ -73,6 +76,33 @@ def test_parameters_are_not_kept(num_layers, is_recomputed, frozen):
         expected = expected_weights[name][0] if num_layers == 1 else expected_weights[name]
         assert_close(gradient, expected)
     assert dweights.keys() == parts.trainable.keys()
+
+
+@pytest.mark.parametrize(
+    "num_layers, is_recomputed, actions, kept_on_device, kept_in_host_memory",
+    [
+        (1, False, {"mlp_up": "offload"}, [(ROWS, WIDTH)], [(ROWS, INNER)]),
+        (1, False, {"mlp_up": "recompute", "layer_input": "offload"}, [], [(ROWS, WIDTH)]),
+        (3, True, {"layer_input": "offload"}, [], [(ROWS, WIDTH)]),
+    ],
+)
+def test_what_is_offloaded_is_kept_in_host_memory(
+    num_layers, is_recomputed, actions, kept_on_device, kept_in_host_memory
+):
+    weights, x_BD, _ = arrays(num_layers)
+    kind, pipeline = unit_of(num_layers, is_recomputed, make_policies(actions))
+    kept = {jax.memory.Space.Device: [], jax.memory.Space.Host: []}
+
+    @jax.jit
+    def forward(weights, x_BD):
+        unit = Weights(take(weights, 0, num_layers), {})
+        y_BD, residuals = pipeline.unit_forward(kind, unit, x_BD, jnp.float32(0.5), 4)
+        for residual in residuals:
+            kept[jax.typeof(residual).memory_space].append(residual.shape)
+        return y_BD
+
+    forward(weights, x_BD)
+    assert kept == {jax.memory.Space.Device: kept_on_device, jax.memory.Space.Host: kept_in_host_memory}
 
 
 def test_arrays_that_are_known_are_told_from_equal_ones_by_identity():

@@ -1,0 +1,193 @@
+"""Rules on recompute and offload: each yields a message for each way in which the config breaks it."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxforge.config.activations import (
+    ACTIONS,
+    FULL,
+    LAYER_INPUT,
+    OFFLOAD,
+    OFFLOAD_MODULES,
+    OFFLOAD_TENSORS,
+    RECOMPUTE,
+    RECOMPUTE_MODULES,
+    SAVE,
+    SELECTIVE,
+    Decision,
+    decisions,
+    layer_activations,
+    model_parts,
+    recompute_group,
+)
+from jaxforge.config.model_rules import divisors, one_of
+from jaxforge.config.schema import Config
+from jaxforge.config.values import close_names
+
+_EXPERTS, _EXPERT_OVERLAP = "mixture of experts", "overlap of expert communication"
+# words of Megatron and LoongForge, and the feature that brings them
+_UNBUILT_RECOMPUTE_MODULES = {
+    "moe": _EXPERTS, "moe_act": _EXPERTS, "shared_experts": _EXPERTS, "routed_experts": _EXPERTS,
+    "mla_up_proj": "multi-head latent attention", "a2a_overlap_attn": _EXPERT_OVERLAP,
+    "a2a_overlap_post_attn": _EXPERT_OVERLAP, "a2a_overlap_mlp": _EXPERT_OVERLAP,
+}  # fmt: skip
+_UNBUILT_OFFLOAD_MODULES = {"expert_fc1": _EXPERTS, "moe_act": _EXPERTS}
+_UNBUILT_OFFLOAD_TENSORS = {"dispatched_input": _EXPERTS}
+
+
+def recompute_is_whole(config: Config) -> Iterator[str]:
+    """Megatron's rules: full needs a method and a number of layers, selective forbids both, and has modules alone.
+
+    Groups of uniform never span stages of a pipeline; there the last group of a stage may be smaller.
+    """
+    for part in model_parts(config):
+        group, path = recompute_group(config, part)
+        granularity = group.recompute_granularity
+        needs = {"recompute_method": FULL, "recompute_num_layers": FULL, "recompute_modules": SELECTIVE}
+        for name, needed in needs.items():
+            value = getattr(group, name)
+            if value not in (None, ()) and granularity != needed:
+                yield (
+                    f"{path}.{name}={value} would have no effect, because {path}.recompute_granularity is"
+                    f" {granularity}; set that to {needed} or {name} to {() if needed == SELECTIVE else None}"
+                )
+        yield from _known(
+            group.recompute_modules, f"{path}.recompute_modules", RECOMPUTE_MODULES, _UNBUILT_RECOMPUTE_MODULES
+        )
+        if granularity == FULL:
+            num_layers = getattr(config.model, part).num_layers
+            has_stages = part == "decoder" and config.parallel.pipeline_model_parallel_size > 1
+            yield from _full_recompute(group, path, num_layers, f"model.{part}", has_stages)
+
+
+def _full_recompute(group: Any, path: str, layers: int, model: str, has_stages: bool) -> Iterator[str]:
+    method, number = group.recompute_method, group.recompute_num_layers
+    if method is None:
+        yield f"{path}.recompute_granularity=full needs {path}.recompute_method; use uniform or block"
+    if number is None:
+        yield f"{path}.recompute_granularity=full needs {path}.recompute_num_layers; 1 saves the most memory"
+    elif method == "uniform" and layers % number and not has_stages:
+        yield (
+            f"{path}.recompute_num_layers={number} does not divide {model}.num_layers={layers}, which"
+            f" {path}.recompute_method=uniform needs; use {one_of(divisors(layers))}"
+        )
+    elif number > layers:
+        yield f"{path}.recompute_num_layers={number} is more than {model}.num_layers={layers}; use at most {layers}"
+
+
+def offloading_is_whole(config: Config) -> Iterator[str]:
+    """The switch and what it moves go together."""
+    memory = config.memory
+    is_on, has_any = memory.fine_grained_activation_offloading, memory.offload_modules or memory.offload_tensors
+    for name in ("offload_modules", "offload_tensors"):
+        value = getattr(memory, name)
+        if value and not is_on:
+            yield (
+                f"memory.{name}={value} would have no effect with memory.fine_grained_activation_offloading=False; set"
+                f" that to true, or {name} to ()"
+            )
+    if is_on and not has_any:
+        yield (
+            "memory.fine_grained_activation_offloading=True moves nothing; name something in memory.offload_modules"
+            f" ({', '.join(OFFLOAD_MODULES)}) or memory.offload_tensors ({', '.join(OFFLOAD_TENSORS)})"
+        )
+    yield from _known(
+        memory.offload_modules, "memory.offload_modules", OFFLOAD_MODULES, _UNBUILT_OFFLOAD_MODULES
+    )
+    yield from _known(
+        memory.offload_tensors, "memory.offload_tensors", OFFLOAD_TENSORS, _UNBUILT_OFFLOAD_TENSORS
+    )
+
+
+def _known(words: tuple[str, ...], field: str, known: Mapping[str, Any], unbuilt: Mapping[str, str]) -> Iterator[str]:
+    for word in words:
+        if word in unbuilt:
+            yield f"{field} has {word}: {unbuilt[word]} isn't built yet; use {', '.join(known)}"
+        elif word not in known:
+            yield f"{field} has {word!r}, which is none of {', '.join(known)}{close_names(word, known)}"
+        elif words.count(word) > 1:
+            yield f"{field}={words} names {word} more than once; once is enough"
+
+
+def activations_are_known(config: Config) -> Iterator[str]:
+    """Each pair of `activations` names an activation that the layers have, once, and one of the three actions."""
+    for part in model_parts(config):
+        group, path = recompute_group(config, part)
+        existing, names = layer_activations(config, part), [name for name, _ in group.activations]
+        for name, action in group.activations:
+            if name not in existing:
+                yield (
+                    f"{path}.activations has {name!r}, which the {part}'s layers don't have; they have"
+                    f" {', '.join(existing)}"
+                )
+            if action not in ACTIONS:
+                yield f"{path}.activations has the action {action!r} for {name}; use {', '.join(ACTIONS)}"
+            if names.count(name) > 1:
+                yield f"{path}.activations names {name} more than once; leave all but one out"
+            if name == LAYER_INPUT and action == RECOMPUTE:
+                yield (
+                    f"{path}.activations recomputes {LAYER_INPUT}, from which everything else is recomputed; save or"
+                    " offload it"
+                )
+
+
+def activations_are_decided_once(config: Config) -> Iterator[str]:
+    """Two fields don't ask for the same of an activation, nor for different things; save overrides a module's word."""
+    for part in model_parts(config):
+        by_name = sorted(decisions(config, part), key=lambda decision: decision.activation)
+        for name, group in itertools.groupby(by_name, lambda decision: decision.activation):
+            first, *others = sorted(group, key=lambda decision: decision.action == SAVE)
+            if first.action == SAVE:
+                yield f"{first.field} saves {name}, which nothing recomputes or offloads; leave ({first.entry}) out"
+            for other in others:
+                if other.action != SAVE:
+                    yield _decided_twice(first, other)
+
+
+def _decided_twice(first: Decision, other: Decision) -> str:
+    if first.action == other.action:
+        return f"{first}, and so does {other.field} ({other.entry}); leave one of them out"
+    return f"{first}, but {other}; an activation is either recomputed or in host memory, so leave one of them out"
+
+
+def full_recompute_keeps_only_its_input(config: Config) -> Iterator[str]:
+    """Inside of layers that are recomputed nothing is kept; with a pipeline, `stage_units` knows which are."""
+    for part in model_parts(config):
+        group, path = recompute_group(config, part)
+        layers = getattr(config.model, part).num_layers
+        recomputes_all = group.recompute_method == "uniform" or group.recompute_num_layers == layers
+        if group.recompute_granularity == FULL and recomputes_all:
+            yield from decisions_inside_of_recomputed_layers(config, part)
+
+
+def decisions_inside_of_recomputed_layers(config: Config, part: str) -> Iterator[str]:
+    """Why activations other than the input can't be decided on, where every layer is recomputed."""
+    _, path = recompute_group(config, part)
+    for decision in decisions(config, part):
+        if decision.activation != LAYER_INPUT:
+            yield (
+                f"{decision} inside of layers, but {path}.recompute_granularity=full recomputes all of every layer"
+                f" from its input; leave it out, or use selective or None with {path}.activations"
+            )
+
+
+def a_smallest_size_has_something_to_select(config: Config) -> Iterator[str]:
+    """A size below which activations don't move needs some that would; what they measure is known to the program."""
+    size = config.memory.min_offloaded_tensor_size
+    offloads = any(decision.action == OFFLOAD for part in model_parts(config) for decision in decisions(config, part))
+    if size is not None and not offloads:
+        yield (
+            f"memory.min_offloaded_tensor_size={size} would have no effect, because no activation is offloaded; leave"
+            " it at None"
+        )
+
+
+MEMORY_RULES = (
+    recompute_is_whole,
+    offloading_is_whole,
+    activations_are_known,
+    activations_are_decided_once,
+    full_recompute_keeps_only_its_input,
+    a_smallest_size_has_something_to_select,
+)
