@@ -74,6 +74,8 @@ def show(report: "PlanReport", console: Console) -> None:
     console.print(f"compiled in {report.compile_seconds:.0f} s")
     console.print(memory_table(report))
     console.print(verdict(report), markup=False)
+    for change in report.advice:
+        console.print(f"  {' '.join(change.settings)} would free {gib(change.frees)} GiB (formula)", markup=False)
     if len(report.pipeline.layers_by_rank) > 1:
         console.print(pipeline_line(report.pipeline), markup=False)
     if report.activations:
@@ -107,7 +109,9 @@ def memory_table(report: "PlanReport") -> Table:
         ("temporary", device.temporary, compiler),
         ("  gradients (fp32 sum, bfloat16)", parts.gradients, formula),
         ("  compute weights", parts.compute_weights, formula),
-        ("  activations, workspace", parts.activations, "the rest of temporary"),
+        ("  activations of layers", parts.activations, formula),
+        ("  logits", parts.logits, formula),
+        ("  communication, workspace", parts.rest, "the rest of temporary"),
         ("results", rest, compiler),
     ]
     for name, size, source in rows:

@@ -26,6 +26,7 @@ from jaxforge.ops.placement import Placement
 from pallas_kernels.linear_cross_entropy import dlogits_in_place, token_statistics
 
 DEFAULT_SPLIT = 3072
+CHUNK_BYTES = 9 * 2**27
 FORWARD_SPLIT_VARIABLE = "LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE"
 BACKWARD_SPLIT_VARIABLE = "LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE"
 # Tokens of a chunk at the most: with more, the matmuls don't gain (the head's gradient, read and written once in a
@@ -94,7 +95,7 @@ class LinearCrossEntropy:
     backend: str = "reference"
     forward_split: int = DEFAULT_SPLIT
     backward_split: int = DEFAULT_SPLIT
-    chunk_bytes: int = 9 * 2**27
+    chunk_bytes: int = CHUNK_BYTES
 
     def __call__(
         self,

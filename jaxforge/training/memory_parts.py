@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxforge.config.derived import padded_vocab_size, vocabulary_is_over_stages
 from jaxforge.config.schema import Config
+from jaxforge.ops.linear_cross_entropy import CHUNK_BYTES
 from jaxforge.optim.paths import parameter_paths, split
-from jaxforge.parallel.pipeline.choice import is_over_stages, stage_units
+from jaxforge.parallel.pipeline.choice import is_over_stages, pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.training.backends import compute_dtype
 from jaxforge.training.program import Program, bytes_per_device
@@ -21,11 +23,11 @@ Tree = Any
 class MemoryParts:
     """What the arguments and the temporary memory of a GPU consist of, in bytes.
 
-    Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients and
-    compute weights are computed too; `activations` is what remains of the temporary memory at its peak: saved
-    activations, logits, communication buffers and workspace.  (Memory is used again within a step, so they may be
-    larger at a moment when gradients don't all exist yet.)  `host_state` is what lies in host memory of masters and
-    moments, and is in none of the others.
+    Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients,
+    compute weights, the layers' activations and logits are computed too; `rest` is what remains of the temporary memory
+    at its peak: communication buffers and workspace.  Memory is used again within a step, so the parts may come to more
+    than the whole: not all gradients exist yet while there are activations.  `host_state` is what lies in host memory
+    of masters and moments, and is in none of the others.
     """
 
     parameters: int
@@ -34,6 +36,8 @@ class MemoryParts:
     gradients: int
     compute_weights: int
     activations: int
+    logits: int
+    rest: int
     host_state: int
 
 
@@ -50,16 +54,35 @@ def memory_parts(
     state = program.abstract_state
     gradients = _gradient_bytes(config, program, stages)
     compute_weights = _compute_weight_bytes(config, program, stages)
+    activations, logits = sum(cost.device_bytes for cost in program.activation_costs()), _logits_bytes(config)
     return MemoryParts(
         parameters=bytes_per_device((state["trainable"], state["frozen"])),
         optimizer=bytes_per_device((state["optimizer"], state["step"])),
         batch=bytes_per_device(batch),
         gradients=gradients,
         compute_weights=compute_weights,
-        # below 0 where the compiler fuses small tensors away or reuses their memory
-        activations=max(0, temporary - gradients - compute_weights),
+        activations=activations,
+        logits=logits,
+        rest=max(0, temporary - gradients - compute_weights - activations - logits),
         host_state=bytes_per_device(state, in_host=True),
     )
+
+
+def formula_bytes(config: Config, program: Program) -> int:
+    """What a GPU needs of what can be computed without compiling; the batch and workspace aren't in it."""
+    parts = memory_parts(config, program, {}, 0, pipeline_layout(config))
+    held = parts.parameters + parts.optimizer + parts.gradients + parts.compute_weights
+    return held + parts.activations + parts.logits
+
+
+def _logits_bytes(config: Config) -> int:
+    """Logits of a microbatch and their gradients, in fp32; of the fused loss what a chunk of tokens takes."""
+    decoder, parallel = config.model.decoder, config.parallel
+    shards = parallel.tensor_model_parallel_size
+    if vocabulary_is_over_stages(config):
+        shards *= parallel.pipeline_model_parallel_size
+    numbers = config.train.micro_batch_size * config.train.seq_length * (padded_vocab_size(decoder) // shards)
+    return min(4 * numbers, CHUNK_BYTES) if config.loss.cross_entropy_loss_fusion else 8 * numbers
 
 
 def _gradient_bytes(config: Config, program: Program, stages: PipelineLayout | None) -> int:

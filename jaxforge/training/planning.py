@@ -27,15 +27,16 @@ from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
 from jaxforge.data.batches import BatchLayout
 from jaxforge.parallel.pipeline.choice import num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
-from jaxforge.parallel.pipeline.picture import draw_schedule
+from jaxforge.parallel.pipeline.picture import MemoryBar, draw_schedule
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes, in_flight, schedule_of
 from jaxforge.training.activation_costs import ActivationCost
+from jaxforge.training.advice import Change, changes_that_free_most
 from jaxforge.training.backends import attention_backend, compute_dtype, missing_libraries_as_config_errors
 from jaxforge.training.collectives import Collective, find_collectives
 from jaxforge.training.describe import describe_encoder
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.memory_parts import MemoryParts, memory_parts
-from jaxforge.training.program import build_program, bytes_while_running
+from jaxforge.training.program import Program, build_program, bytes_while_running
 
 # What the compiler doesn't see: the CUDA context and the kernels' code, NCCL's buffers, cuDNN's workspace (it is 0 in
 # the compiler's account), and the next batch.  2 GiB is an allowance, not a measurement.
@@ -92,6 +93,7 @@ class PlanReport:
       compile_seconds: tracing and compiling.
       num_parameters: of the whole model, frozen ones included.
       activations: what each activation of a layer costs.
+      advice: for a run that doesn't fit, the changes that would free most.
     """
 
     topology: str
@@ -107,6 +109,7 @@ class PlanReport:
     reserve_bytes: int
     num_parameters: int
     activations: list[ActivationCost]
+    advice: list[Change]
 
     def to_json(self) -> dict[str, Any]:
         """As plain dicts and lists."""
@@ -163,6 +166,16 @@ def plan(
     analysis, hlo = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None and hlo is not None  # other compilers may give none
     device_bytes = _device_bytes(analysis, cluster.gpu)
+    fits = device_bytes.peak + RESERVE_BYTES <= device_bytes.capacity
+
+    parts = memory_parts(config, program, batch, device_bytes.temporary, stages)
+    if picture is not None and stages is not None:
+        draw_schedule(schedule_of(stages, microbatches), picture, _memory_bars(parts, device_bytes, stages))
+        say(f"and the memory of each rank, in {picture}")
+
+    def program_of(config: Config) -> Program:
+        return build_program(config, build_mesh(MeshLayout.from_config(config, cluster.num_devices), devices), "gpu")
+
     state = program.abstract_state
     return PlanReport(
         topology=topology,
@@ -171,16 +184,17 @@ def plan(
         + analysis.host_output_size_in_bytes
         + analysis.host_temp_size_in_bytes
         - analysis.host_alias_size_in_bytes,
-        fits=device_bytes.peak + RESERVE_BYTES <= device_bytes.capacity,
+        fits=fits,
         collectives=find_collectives(hlo, dict(mesh.shape)),
         model_flops_per_step=model_flops_per_step(config),
         tokens_per_step=config.train.global_batch_size * config.train.seq_length,
         compile_seconds=compile_seconds,
         pipeline=_pipeline(config, stages, microbatches),
-        memory_parts=memory_parts(config, program, batch, device_bytes.temporary, stages),
+        memory_parts=parts,
         reserve_bytes=RESERVE_BYTES,
         num_parameters=sum(num_parameters(state[kind], stages) for kind in ("trainable", "frozen")),
         activations=program.activation_costs(),
+        advice=[] if fits else changes_that_free_most(config, cluster.num_devices, program_of),
     )
 
 
@@ -236,6 +250,25 @@ def _device_bytes(analysis: Any, gpu: Gpu) -> DeviceBytes:
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     output, aliased = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
     return DeviceBytes(arguments, temporary, output, aliased, bytes_while_running(analysis), gpu.capacity)
+
+
+def _memory_bars(parts: MemoryParts, device: DeviceBytes, stages: PipelineLayout) -> list[MemoryBar]:
+    """All ranks run one program, so each has places for as many layers as the fullest one has."""
+    shown = {
+        "masters, moments": parts.parameters + parts.optimizer,
+        "gradients": parts.gradients,
+        "compute weights": parts.compute_weights,
+        "activations": parts.activations,
+        "logits": parts.logits,
+    }
+    # parts that don't exist at the same time come to more than the whole
+    scale = min(1.0, device.peak / max(1, sum(shown.values())))
+    shown = {name: int(size * scale) for name, size in shown.items()}
+    shown["the rest"] = max(0, device.peak - sum(shown.values()))
+    return [
+        MemoryBar(shown, device.capacity, f"{len(stages.layers_of_rank(rank))} of {stages.slots_per_rank} layers")
+        for rank in range(stages.pipeline_size)
+    ]
 
 
 def _pipeline(config: Config, stages: PipelineLayout | None, microbatches: int) -> Pipeline:

@@ -1,5 +1,7 @@
 """The chart of a schedule: what each rank does in each tick."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from jaxforge.parallel.pipeline.schedule import Schedule
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.8, 1.1, 0.75
 _MIN_CELL_WIDTH, _CELL_HEIGHT = 0.17, 0.21
 _MIN_WIDTH, _MAX_CELLS_WIDTH = 7.0, 40.0
+_MEMORY_TOP, _BAR_HEIGHT, _MEMORY_BOTTOM = 0.75, 0.3, 0.5
 _DIGIT_WIDTH = 0.07  # of a number in a cell
 _DPI = 100
 _DIRECTIONS = ("forward", "backward")
@@ -22,22 +25,33 @@ _SHADES = {"forward": colormaps["Blues"], "backward": colormaps["Oranges"]}
 _IDLE, _INK, _EDGE = "#f1f2f4", "#3c4350", "#b9bec6"
 
 
-def draw_schedule(schedule: Schedule, path: Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class MemoryBar:
+    """Memory of a GPU of one rank, in bytes: parts by name, the same names for every rank, and what it has."""
+
+    parts: Mapping[str, int]
+    capacity: int
+    note: str
+
+
+def draw_schedule(schedule: Schedule, path: Path, memory: Sequence[MemoryBar] = ()) -> None:
     """Draws a PNG file: ranks down, ticks across, in each a forward above a backward with its microbatch's number.
 
     Chunks differ in shade, idle time is pale.  Above stand the three phases with their ticks, on the right the most
     chunks in flight of each rank.  Beyond about 200 ticks cells are too narrow for numbers, which are then left out.
+    Below, where `memory` is given, stands what a GPU of each rank holds.
     """
     ranks, ticks = schedule.pipeline_size, schedule.num_ticks
     number_width = _DIGIT_WIDTH * len(str(schedule.num_microbatches - 1)) + 0.05
     cell_width = min(max(_MIN_CELL_WIDTH, number_width), _MAX_CELLS_WIDTH / ticks)
     width = max(_MIN_WIDTH, _LEFT + cell_width * ticks + _RIGHT)
-    height = _TOP + 2 * _CELL_HEIGHT * ranks + _BOTTOM
+    below = _MEMORY_TOP + _BAR_HEIGHT * ranks + _MEMORY_BOTTOM if memory else 0.0
+    height = _TOP + 2 * _CELL_HEIGHT * ranks + _BOTTOM + below
     figure = Figure(figsize=(width, height))
     figure.text(0.15 / width, 1 - 0.12 / height, _title(schedule), va="top", size=12, weight="bold")
     figure.text(0.15 / width, 1 - 0.38 / height, _summary(schedule), va="top", size=10)
     cells = figure.add_axes(
-        (_LEFT / width, _BOTTOM / height, cell_width * ticks / width, 1 - (_TOP + _BOTTOM) / height)
+        (_LEFT / width, (_BOTTOM + below) / height, cell_width * ticks / width, 1 - (_TOP + _BOTTOM + below) / height)
     )
     _draw_cells(cells, schedule, fine_lines=cell_width > 0.1)
     if cell_width >= number_width:
@@ -45,9 +59,12 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
     _label_axes(cells, schedule, cell_width)
     _draw_phases(cells, schedule, cell_width)
     cells.set(xlim=(0, ticks), ylim=(2 * ranks, 0))
-    legend = figure.add_axes((0.15 / width, 0.1 / height, 1 - 0.3 / width, 0.2 / height))
+    legend = figure.add_axes((0.15 / width, (0.1 + below) / height, 1 - 0.3 / width, 0.2 / height))
     legend.set(xlim=(0, width - 0.3), ylim=(0, 0.2))
     _draw_legend(legend, schedule)
+    if memory:
+        place = (_LEFT / width, _MEMORY_BOTTOM / height, (width - _LEFT - 2 * _RIGHT) / width)
+        _draw_memory(figure.add_axes((*place, _BAR_HEIGHT * ranks / height)), memory)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI, facecolor="white")
 
@@ -148,6 +165,27 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
         at += 0.3
     _write(axes, at, 0.1, "idle", 9, va="center")
     axes.add_patch(_swatch(at + 0.37, side, to_rgb(_IDLE)))
+
+
+def _draw_memory(axes: Axes, memory: Sequence[MemoryBar]) -> None:
+    """A bar for each rank, its parts from left to right, and a line at what the GPU has."""
+    left = np.zeros(len(memory))
+    colours = colormaps["tab20c"](np.linspace(0, 0.95, len(memory[0].parts)))
+    for name, colour in zip(memory[0].parts, colours, strict=True):
+        sizes = np.array([bar.parts[name] for bar in memory]) / 2**30
+        axes.barh(range(len(memory)), sizes, 0.7, left=left, color=colour, label=name)
+        left += sizes
+    capacity = memory[0].capacity / 2**30
+    axes.axvline(capacity, color=_INK, linewidth=1.4)
+    most = max(capacity, left.max())
+    for rank, bar in enumerate(memory):
+        _write(axes, 1.02 * most, rank, f"{left[rank]:.1f} GiB; {bar.note}", 9, va="center")
+    axes.set(xlim=(0, 1.02 * most), ylim=(len(memory) - 0.5, -0.5))
+    axes.set_yticks(range(len(memory)), [f"rank {rank}" for rank in range(len(memory))], size=9)
+    axes.set_xlabel(f"GiB of each GPU; the line is what it has: {capacity:.1f}", size=9, color=_INK, labelpad=1)
+    axes.tick_params(length=0, colors=_INK, labelsize=8)
+    axes.spines[:].set(color=_EDGE, linewidth=0.8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8, borderaxespad=0.1)
 
 
 def _swatch(left: float, side: float, colour: np.ndarray | tuple[float, float, float]) -> Rectangle:

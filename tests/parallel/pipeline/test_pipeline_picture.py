@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxforge.parallel.pipeline.picture import draw_schedule
+from jaxforge.parallel.pipeline.picture import MemoryBar, draw_schedule
 from jaxforge.parallel.pipeline.schedule import make_schedule
 
 
@@ -35,3 +35,23 @@ def test_a_schedule_of_thousands_of_ticks_is_drawn_without_numbers(tmp_path):
     draw_schedule(make_schedule(8, 4, 128), tmp_path / "large.png")
     width, height = Image.open(tmp_path / "large.png").size
     assert width < 5000 and height < 1000
+
+
+def test_below_stands_the_memory_of_each_rank_beside_what_it_has(tmp_path):
+    # of 80 GiB rank 0 holds 20 + 20, rank 1 20 + 40: read at 10, 30, 50 and 70 GiB
+    sizes = {0: 20, 1: 40}
+    memory = [MemoryBar({"a": 20 * 2**30, "b": sizes[rank] * 2**30}, 80 * 2**30, "x") for rank in (0, 1)]
+    schedule = make_schedule(2, 1, 8)
+    draw_schedule(schedule, tmp_path / "plain.png")
+    draw_schedule(schedule, tmp_path / "memory.png", memory)
+    plain, drawn = (np.asarray(Image.open(tmp_path / name).convert("RGB")) for name in ("plain.png", "memory.png"))
+    np.testing.assert_array_equal(drawn[: plain.shape[0] - 40], plain[:-40])
+    height, width = drawn.shape[:2]
+    # the field: 0.75 inch on the left, 1.6 on the right, 0.5 below, bars of 0.3; 2 % more than the 80 GiB
+    field = width - 75 - 160
+    xs = np.round(75 + field * np.array([10, 30, 50, 70]) / (80 * 1.02)).astype(int)
+    upper, lower = (drawn[height - 50 - 60 + 15 + 30 * rank, xs].astype(int) for rank in (0, 1))
+    assert (upper[0] != upper[1]).any() and (upper[1] != upper[2]).any()
+    np.testing.assert_array_equal(upper[2:], 255)
+    np.testing.assert_array_equal(lower[1], lower[2])
+    np.testing.assert_array_equal(lower[3], 255)
