@@ -130,7 +130,11 @@ def _flash_forward(placement, q_BSHK, k_BSGK, v_BSGW, mask):
     island = placement.island(
         flash_attention, [_HEADS, _KV_HEADS, _KV_HEADS, _WHOLE], [_HEADS, _LOG_SUM_EXP], check_vma=False
     )
-    out_BSHW, lse_BHS = checkpoint_name(island(q_BSHK, k_BSGK, v_BSGW, mask), "core_attn")
+    out_BSHW, lse_BHS = island(q_BSHK, k_BSGK, v_BSGW, mask)
+    # kept with the heads side by side: of [B, S, H, W] XLA keeps all layers in one order and then reorders all of them
+    # for the backward pass, which sums over W with the heads apart
+    rows = checkpoint_name(out_BSHW.reshape(*out_BSHW.shape[:2], -1), "core_attn")
+    out_BSHW, lse_BHS = rows.reshape(out_BSHW.shape), checkpoint_name(lse_BHS, "core_attn")
     return out_BSHW, (q_BSHK, k_BSGK, v_BSGW, mask, out_BSHW, lse_BHS)
 
 

@@ -161,6 +161,14 @@ def test_copies_to_and_from_the_host_overlap_with_compute(run):
         assert min(meanwhile.values()) >= 1, meanwhile
 
 
+def test_what_is_kept_lies_in_the_order_in_which_it_was_made():
+    """XLA may have all layers' arrays reordered, a copy of all of them, where that suits what reads one."""
+    for run in (NO_PIPELINE, PIPELINE):
+        for memory in ("kept", "offload"):
+            layouts = re.findall(rf"\w+\[{run[2]},1,[\d,]+\]\{{([\d,]+)", language(memory, *run).hlo)
+            assert set(layouts) <= {"3,2,1,0", "4,3,2,1,0"}
+
+
 def test_nothing_in_host_memory_is_copied_as_a_whole():
     for run in (NO_PIPELINE, PIPELINE):
         hlo = language("offload", *run).hlo

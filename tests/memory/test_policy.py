@@ -1,5 +1,6 @@
 """What a layer keeps for its backward pass: exactly the arrays under the names that are kept, where they should lie."""
 
+import functools
 import re
 
 import jax
@@ -28,17 +29,17 @@ SHAPES = {
 
 def layer_function(make_layer, policies, *, causal, backend, **inputs):
     """(parameters, x, inputs) -> y, and shapes of these: the layer alone, in bfloat16."""
+    segments_of = functools.partial(row_segments, causal=causal, backend=backend)
     inputs |= {
         "angles": jax.ShapeDtypeStruct((B, S, 4), jnp.float32),
-        "segment_ids": jax.ShapeDtypeStruct((B, S), jnp.int32),
+        "segments": jax.eval_shape(segments_of, jax.ShapeDtypeStruct((B, S), jnp.int32)),
     }
     graph, state = nnx.split(nnx.eval_shape(make_layer))
     parameters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), nnx.to_pure_dict(state))
 
     def layer(parameters, x, inputs):
         others = dict(inputs)
-        angles, segments = others.pop("angles"), others.pop("segment_ids")
-        segments = row_segments(segments, causal=causal, backend=backend)
+        angles, segments = others.pop("angles"), others.pop("segments")
 
         def named(parameters, x):
             return nnx.merge(graph, parameters)(checkpoint_name(x, LAYER_INPUT), angles, segments, **others)
@@ -91,7 +92,7 @@ def test_by_default_everything_that_has_a_name_is_kept_and_nothing_else(capsys):
 
 def test_flash_attention_keeps_its_output_and_log_sum_exp(capsys):
     kept = residuals(capsys, *decoder_layer(make_policies({}), "flash"))
-    assert kept == {name: [shape] for name, shape in SHAPES.items()} | {"core_attn": ["2,16,8,8", "2,8,16"]}
+    assert kept == {name: [shape] for name, shape in SHAPES.items()} | {"core_attn": ["2,16,64", "2,8,16"]}
 
 
 def test_cudnn_attention_keeps_the_kernels_own_output_and_log_sum_exp(capsys):
@@ -104,7 +105,7 @@ def test_cudnn_attention_keeps_the_kernels_own_output_and_log_sum_exp(capsys):
 
 def test_head_norms_and_rotations_are_computed_again_from_one_query_and_key(capsys):
     kept = residuals(capsys, *decoder_layer(make_policies({}), "flash", style="qwen3_vit"))
-    assert kept == {name: [shape] for name, shape in SHAPES.items()} | {"core_attn": ["2,16,8,8", "2,8,16"]}
+    assert kept == {name: [shape] for name, shape in SHAPES.items()} | {"core_attn": ["2,16,64", "2,8,16"]}
 
 
 def test_masks_of_dropout_are_kept(capsys):
@@ -144,7 +145,7 @@ def test_small_arrays_stay_on_the_device(capsys):
     actions = dict.fromkeys(("query", "key", "core_attn"), "offload")
     policies = make_policies(actions, smallest_offloaded=2 * 16 * 64 * 2)
     kept = residuals(capsys, *decoder_layer(policies, "flash"))
-    assert kept.pop("output of device_put in host memory") == [SHAPES["query"], SHAPES["core_attn"]]
+    assert kept.pop("output of device_put in host memory") == [SHAPES["query"], "2,16,64"]
     assert kept["key"] == [SHAPES["key"]] and kept["core_attn"] == ["2,8,16"]
     policies = make_policies(actions, smallest_offloaded=2 * 16 * 64 * 2 + 1)
     assert "output of device_put in host memory" not in residuals(capsys, *decoder_layer(policies, "flash"))

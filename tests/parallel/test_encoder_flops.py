@@ -57,10 +57,11 @@ def test_matrix_products_are_counted_as_often_as_they_run():
 def flops_of_a_device(case: Case) -> tuple[int, int]:
     """Of the encoder's phases of a step: forward; forward once more, and backward."""
     config = case.config()
-    mesh = case.program(config).mesh
+    program = case.program(config)
+    mesh = program.mesh
     # in these modes the encoder is placed as on one device
     model = nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0)))
-    phase = make_phases(config, model, mesh).encoder
+    phase = make_phases(config, model, mesh, program.sharding).encoder
     batch = BatchLayout.from_config(config, mesh, case.num_microbatches).shapes()
     parameters, patches = encoder_and_patches(random_parameters(config), batch)
     rows = PartitionSpec(None, (*DATA_AXES, STAGE) if STAGE in phase.divided_axes else DATA_AXES)
