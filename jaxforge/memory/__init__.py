@@ -1,1 +1,1 @@
-"""What is recomputed in the backward pass."""
+"""What a backward pass finds kept, computes again, or fetches from host memory."""

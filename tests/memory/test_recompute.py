@@ -97,6 +97,32 @@ def test_recomputing_changes_the_work_and_not_the_gradients(encoder, decoder_mem
         np.testing.assert_allclose(gradient, reference, atol=2e-6 * np.abs(reference).max())
 
 
+def selective(*modules: str) -> dict:
+    return dict(recompute_granularity="selective", recompute_modules=modules)
+
+
+@pytest.mark.parametrize(
+    "decoder_memory, recomputed",
+    [
+        (selective(), 4 * 2),  # core_attn: scores, and their sum of values
+        (selective("core_attn"), 4 * 2),
+        (selective("mlp"), 4 * 2),  # gate and up
+        (selective("layernorm"), 0),
+        (selective("core_attn", "mlp", "layernorm"), 4 * 4),
+        (dict(activations=(("query", "recompute"),)), 4 * 1),
+        (dict(activations=(("mlp_norm_input", "recompute"),)), 4 * 1),  # the output projection
+        (dict(activations=(("mlp_act", "recompute"), ("attn_norm", "recompute"))), 0),
+        (full("block", 1) | dict(activations=(("mlp_up", "recompute"),)), None),
+    ],
+    ids=str,
+)
+def test_selective_recompute_does_the_products_of_its_modules_again_and_no_others(decoder_memory, recomputed):
+    _, products = where_everything_is_kept(None)
+    if recomputed is None:  # one product in each layer that isn't recomputed as a whole
+        recomputed = matmuls(*gradient_program(None, full("block", 1), {})) - products + 3
+    assert matmuls(*gradient_program(None, decoder_memory, {})) - products == recomputed
+
+
 def test_recomputing_takes_less_memory():
     def temporary_bytes(memory):
         gradients, parameters, rows = gradient_program(None, memory, {})
