@@ -52,7 +52,7 @@ $(INSTALLED_GPU_COMPILE): $(INSTALLED) requirements/gpu-compile.txt
 	@touch $@
 
 test-gpu-compile: $(INSTALLED_GPU_COMPILE)  ## compile for GPUs that aren't here, and check what comes out
-	$(PYTEST) --durations=5 tests/gpu_compile $(ARGS)
+	$(PYTEST) --durations=5 tests/gpu_compile tests/cluster/test_topology.py tests/memory/test_policy.py $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -43,7 +43,7 @@ def test_weights_of_a_layer_are_gathered_while_another_is_computed():
     )
     # without it the first gather of a layer waits for nothing but its own weights' norm
     assert min(before) <= 1
-    assert min(after) >= 4
+    assert min(after) >= 3
     # the first layer's come before the loops
     assert any(not in_loop for in_loop, _ in moves(overlapped, "all-gather"))
 

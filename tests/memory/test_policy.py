@@ -1,6 +1,7 @@
 """What a layer keeps for its backward pass: exactly the arrays under the names that are kept, where they should lie."""
 
 import functools
+import importlib.util
 import re
 
 import jax
@@ -95,6 +96,7 @@ def test_flash_attention_keeps_its_output_and_log_sum_exp(capsys):
     assert kept == {name: [shape] for name, shape in SHAPES.items()} | {"core_attn": ["2,16,64", "2,8,16"]}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs cuDNN, as the compiler does")
 def test_cudnn_attention_keeps_the_kernels_own_output_and_log_sum_exp(capsys):
     kept = residuals(capsys, *decoder_layer(make_policies({}), "cudnn"))
     assert kept.pop("output of dot_product_attention_fwd_wrapper") == ["2,16,8,8", "2,8,16"]
