@@ -3,8 +3,8 @@
     sbatch --nodes=8 scripts/slurm/train.sbatch --config=configs/llama3_1_70b_pretrain.py --workdir=/path/of/all/nodes
     python -m jaxforge.plan --config=configs/llama3_1_70b_pretrain.py --topology=h100:8x8
 
-Rows of 8192 tokens, synthetic.  Not yet run on GPUs; compiled for 64 x H100 (jax 0.12.0.1): 39.5 of 79.1 GiB on each
-GPU (24.6 parameters and optimizer, 14.9 temporary), 342 ticks with 0.9 % bubble; a step of 1,048,576 tokens is 4.7e17
+Rows of 8192 tokens, synthetic.  Not yet run on GPUs; compiled for 64 x H100 (jax 0.12.0.1): 39.4 of 79.1 GiB on each
+GPU (24.7 parameters and optimizer, 14.7 temporary), 342 ticks with 0.9 % bubble; a step of 1,048,576 tokens is 4.7e17
 model FLOPs, 7.4 s at peak.  Compiling takes 17 s of CPU time.
 """
 

@@ -3,9 +3,9 @@
     python -m jaxforge.train --config=configs/qwen2_5_vl_7b_pretrain.py
     python -m jaxforge.plan --config=configs/qwen2_5_vl_7b_pretrain.py --topology=h100:1x8
 
-Rows of 4096 tokens with up to 8192 patches, synthetic.  Not yet run on GPUs; compiled for 8 x H100 (jax 0.12.0.1): 30.2
-of 79.1 GiB on each GPU (19.7 parameters and optimizer, 10.4 temporary); a step of 65,536 tokens is 3.5e15 model FLOPs,
-0.44 s at peak.  Compiling takes 46 s of CPU time.
+Rows of 4096 tokens with up to 8192 patches, synthetic.  Not yet run on GPUs; compiled for 8 x H100 (jax 0.12.0.1): 28.1
+of 79.1 GiB on each GPU (18.3 parameters and optimizer, 9.8 temporary); a step of 65,536 tokens is 3.5e15 model FLOPs,
+0.44 s at peak.  Compiling takes 40 s of CPU time.
 """
 
 from ml_collections import ConfigDict

@@ -9,7 +9,7 @@ DIR is the Hugging Face folder; its tokenizer and image settings are used too.  
 run's directory at the end, adapters folded in.  Add --config.data.max_pixels=802816 for photographs: the folder's own
 limit is 16 times that, and an image of more patches than a row holds is dropped.
 
-Not yet run on GPUs; compiled for 8 x H100 (jax 0.12.0.1): with the encoder frozen and decoder TP 4, 37.9 of 79.1 GiB on
+Not yet run on GPUs; compiled for 8 x H100 (jax 0.12.0.1): with the encoder frozen and decoder TP 4, 37.8 of 79.1 GiB on
 each GPU; with LoRA of rank 16 on decoder and projector, all on every GPU, 21.7 GiB.
 """
 
