@@ -11,9 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, Sharding
 
+from jaxforge.memory.policy import HOST_MEMORY
 from jaxforge.optim.paths import Tree, parameter_paths
-
-PINNED_HOST = "pinned_host"
 
 
 def chosen_for_host_memory(sizes: Tree, fraction: float) -> frozenset[str]:
@@ -37,16 +36,16 @@ def chosen_for_host_memory(sizes: Tree, fraction: float) -> frozenset[str]:
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     """The same layout in host memory."""
-    placed = NamedSharding(sharding.mesh, sharding.spec, memory_kind=PINNED_HOST)
-    if placed.memory_kind == PINNED_HOST:
+    placed = NamedSharding(sharding.mesh, sharding.spec, memory_kind=HOST_MEMORY)
+    if placed.memory_kind == HOST_MEMORY:
         return placed
     # JAX drops the kind where devices are only described, which have no memory; without devices it keeps it
-    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED_HOST)
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST_MEMORY)
 
 
 def is_in_host_memory(array: Any) -> bool:
     """Of an array, or of a shape with a sharding, which isn't inside a jitted function."""
-    return getattr(getattr(array, "sharding", None), "memory_kind", None) == PINNED_HOST
+    return getattr(getattr(array, "sharding", None), "memory_kind", None) == HOST_MEMORY
 
 
 def moved(array: jax.Array, sharding: Sharding) -> jax.Array:
@@ -56,7 +55,7 @@ def moved(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 @functools.lru_cache
 def _move(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(to_host if sharding.memory_kind == PINNED_HOST else to_device, out_shardings=sharding)
+    return jax.jit(to_host if sharding.memory_kind == HOST_MEMORY else to_device, out_shardings=sharding)
 
 
 def to_device(array: jax.Array) -> jax.Array:

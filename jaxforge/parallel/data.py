@@ -126,7 +126,7 @@ class DataSharding:
         """Weights that train, with carriers for gradients that are scattered at once."""
         if not self.scatters_at_once:
             return weights
-        return self._sharded(weights, lambda weight, cut: jnp.zeros(self._part_shape(weight, cut), jnp.float32))
+        return self._sharded(weights, self._carrier)
 
     def with_pending(self, weights: Tree, gradients: Tree) -> tuple[Tree, Tree]:
         """Weights that train and sums of gradients, for the microbatch that takes the sums with it.
@@ -135,14 +135,7 @@ class DataSharding:
           gradients: whole, of the microbatches before it.
         """
 
-        def one(path, weight, gradient):
-            cut = self.cuts.get(path)
-            if cut is None:
-                return weight
-            carrier, dim = jnp.zeros(self._part_shape(weight, cut), jnp.float32), cut.dim - cut.ndim
-            return ShardedWeight(weight, carrier, self.data_axes, dim, is_part=False, pending=gradient)
-
-        sharded = jax.tree.map(one, parameter_paths(weights), weights, gradients)
+        sharded = self._sharded(weights, self._carrier, gradients)
         rest = jax.tree.map(
             lambda path, gradient, variable: variable if path in self.cuts else gradient,
             parameter_paths(gradients), gradients, differentiable(sharded),
@@ -179,19 +172,25 @@ class DataSharding:
         layout = self.layouts[path]
         return NamedSharding(layout.mesh, spec_of(path, layout.spec))
 
-    def _sharded(self, weights: Tree, carrier_of: Callable[[jax.Array, Cut], jax.Array | None]) -> Tree:
-        def one(path, weight):
+    def _sharded(
+        self, weights: Tree, carrier_of: Callable[[jax.Array, Cut], jax.Array | None], pending: Tree = None
+    ) -> Tree:
+        """Sharded weights in the place of those that are cut; `pending`, if it is given, is a tree like `weights`."""
+
+        def one(path, weight, pending=None):
             cut = self.cuts.get(path)
             if cut is None:
                 return weight
             carrier, dim = carrier_of(weight, cut), cut.dim - cut.ndim
-            return ShardedWeight(weight, carrier, self.data_axes, dim, is_part=self.gathers_layers)
+            return ShardedWeight(weight, carrier, self.data_axes, dim, self.gathers_layers, pending)
 
-        return jax.tree.map(one, parameter_paths(weights), weights)
+        trees = (weights,) if pending is None else (weights, pending)
+        return jax.tree.map(one, parameter_paths(weights), *trees)
 
-    def _part_shape(self, weight: jax.Array, cut: Cut) -> tuple[int, ...]:
+    def _carrier(self, weight: jax.Array, cut: Cut) -> jax.Array:
         parts = 1 if self.gathers_layers else lax.axis_size(self.data_axes)
-        return tuple(size // parts if dim == cut.dim else size for dim, size in enumerate(weight.shape))
+        shape = (size // parts if dim == cut.dim else size for dim, size in enumerate(weight.shape))
+        return jnp.zeros(tuple(shape), jnp.float32)
 
 
 def whole_but_layers(parameters: Tree) -> Tree:

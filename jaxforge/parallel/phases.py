@@ -16,13 +16,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.data.rows import PATCH_KEYS
-from jaxforge.models.decoder import VOCABULARY_TABLES
 from jaxforge.ops.sharded_weight import differentiable, whole
 from jaxforge.optim.paths import join, parameter_paths
 from jaxforge.parallel.data import DataSharding
 from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
 from jaxforge.parallel.microbatch_loss import FusedLoss, PlainLoss, step_sums
-from jaxforge.parallel.pipeline.choice import is_over_stages
+from jaxforge.parallel.pipeline.choice import lies_over_stages
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Weights, no_gradient
 
@@ -172,13 +171,10 @@ class Phases:
         """Over which manual axes parameters, or their gradients, are sharded."""
 
         def spec(path):
-            return spec_of(path, PartitionSpec(STAGE) if self._lies_over_stages(path) else PartitionSpec())
+            over_stages = lies_over_stages(path, self.vocabulary_lies_over_stages)
+            return spec_of(path, PartitionSpec(STAGE) if over_stages else PartitionSpec())
 
         return jax.tree.map(spec, parameter_paths(tree))
-
-    def _lies_over_stages(self, path: str) -> bool:
-        """Whether a parameter's first dimension is sharded over stage: the decoder's stacks, perhaps its tables."""
-        return is_over_stages(path) or (self.vocabulary_lies_over_stages and path in VOCABULARY_TABLES)
 
     def _over_mesh(self, f: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
         return jax.shard_map(

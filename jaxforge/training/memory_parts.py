@@ -13,6 +13,7 @@ from jaxforge.ops.linear_cross_entropy import CHUNK_BYTES
 from jaxforge.optim.paths import parameter_paths, split
 from jaxforge.parallel.pipeline.choice import is_over_stages, pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.layout import PipelineLayout
+from jaxforge.training.activation_costs import ActivationCost
 from jaxforge.training.backends import compute_dtype
 from jaxforge.training.program import Program, bytes_per_device
 
@@ -42,11 +43,17 @@ class MemoryParts:
 
 
 def memory_parts(
-    config: Config, program: Program, batch: Tree, temporary: int, stages: PipelineLayout | None
+    config: Config,
+    program: Program,
+    costs: list[ActivationCost],
+    batch: Tree,
+    temporary: int,
+    stages: PipelineLayout | None,
 ) -> MemoryParts:
     """Of a program compiled for GPUs.
 
     Args:
+      costs: of the program's activations.
       batch: shapes with shardings.
       temporary: bytes, from the compiled program.
       stages: the layout of the pipeline, if there is one.
@@ -54,7 +61,7 @@ def memory_parts(
     state = program.abstract_state
     gradients = _gradient_bytes(config, program, stages)
     compute_weights = _compute_weight_bytes(config, program, stages)
-    activations, logits = sum(cost.device_bytes for cost in program.activation_costs()), _logits_bytes(config)
+    activations, logits = sum(cost.device_bytes for cost in costs), _logits_bytes(config)
     return MemoryParts(
         parameters=bytes_per_device((state["trainable"], state["frozen"])),
         optimizer=bytes_per_device((state["optimizer"], state["step"])),
@@ -70,7 +77,7 @@ def memory_parts(
 
 def formula_bytes(config: Config, program: Program) -> int:
     """What a GPU needs of what can be computed without compiling; the batch and workspace aren't in it."""
-    parts = memory_parts(config, program, {}, 0, pipeline_layout(config))
+    parts = memory_parts(config, program, program.activation_costs(), {}, 0, pipeline_layout(config))
     held = parts.parameters + parts.optimizer + parts.gradients + parts.compute_weights
     return held + parts.activations + parts.logits
 

@@ -9,12 +9,11 @@ from jaxforge.cluster.mesh import STAGE, TENSOR_AXES
 from jaxforge.config.derived import vocabulary_is_over_stages
 from jaxforge.config.schema import Config
 from jaxforge.models import VisionLanguageModel
-from jaxforge.models.decoder import VOCABULARY_TABLES
 from jaxforge.parallel.data import DataSharding
 from jaxforge.parallel.decoder_parts import decoder_parts
 from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
 from jaxforge.parallel.phases import Phases
-from jaxforge.parallel.pipeline.choice import is_over_stages, pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.choice import lies_over_stages, pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.schedule import make_schedule
 from jaxforge.parallel.pipeline.vocabulary import Vocabulary
@@ -37,7 +36,7 @@ def is_summed_over_stages(config: Config, path: str) -> bool:
     """
     if path.split("/")[0] in ENCODER_MODULES:
         return STAGE in divided_axes(config)
-    return not (is_over_stages(path) or (vocabulary_is_over_stages(config) and path in VOCABULARY_TABLES))
+    return not lies_over_stages(path, vocabulary_is_over_stages(config))
 
 
 def make_phases(

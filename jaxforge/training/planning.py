@@ -168,7 +168,8 @@ def plan(
     device_bytes = _device_bytes(analysis, cluster.gpu)
     fits = device_bytes.peak + RESERVE_BYTES <= device_bytes.capacity
 
-    parts = memory_parts(config, program, batch, device_bytes.temporary, stages)
+    costs = program.activation_costs()
+    parts = memory_parts(config, program, costs, batch, device_bytes.temporary, stages)
     if picture is not None and stages is not None:
         draw_schedule(schedule_of(stages, microbatches), picture, _memory_bars(parts, device_bytes, stages))
         say(f"and the memory of each rank, in {picture}")
@@ -193,7 +194,7 @@ def plan(
         memory_parts=parts,
         reserve_bytes=RESERVE_BYTES,
         num_parameters=sum(num_parameters(state[kind], stages) for kind in ("trainable", "frozen")),
-        activations=program.activation_costs(),
+        activations=costs,
         advice=[] if fits else changes_that_free_most(config, cluster.num_devices, program_of),
     )
 

@@ -40,7 +40,7 @@ def compiled(strategy: str, **memory):
         batch = BatchLayout.from_config(config, mesh, num_microbatches(config, 8)).shapes()
         step = program.train_step.lower(program.abstract_state, batch).compile()
     analysis = step.memory_analysis()
-    return analysis, memory_parts(config, program, batch, analysis.temp_size_in_bytes, None), step.as_text()
+    return analysis, memory_parts(config, program, [], batch, analysis.temp_size_in_bytes, None), step.as_text()
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
@@ -71,7 +71,7 @@ def test_moments_in_bfloat16_take_half():
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **halves))
     mesh = build_mesh(MeshLayout.from_config(config, 8), described_devices(parse_topology("h100:1x8")))
     program = build_program(config, mesh, "gpu")
-    parts = memory_parts(config, program, {}, 0, None)
+    parts = memory_parts(config, program, [], {}, 0, None)
     assert (parts.parameters, parts.optimizer) == (4 * (MATRICES + 7 * 192), 4 * (MATRICES + 7 * 192) + COUNTS)
 
 

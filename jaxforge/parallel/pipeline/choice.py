@@ -10,6 +10,7 @@ from jaxforge.config.errors import ConfigError
 from jaxforge.config.memory_rules import decisions_inside_of_recomputed_layers
 from jaxforge.config.schema import Config
 from jaxforge.memory.recompute import recompute_segments
+from jaxforge.models.decoder import VOCABULARY_TABLES
 from jaxforge.optim.paths import parameter_paths
 from jaxforge.parallel.pipeline.balance import balanced_layout, flop_costs, uneven_layout, uniform_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
@@ -54,6 +55,11 @@ def is_over_stages(path: str) -> bool:
     Such a stack is [places, ...] in the order of `layer_order` with a pipeline, and [num_layers, ...] without one.
     """
     return "/decoder/layers/" in f"/{path}"
+
+
+def lies_over_stages(path: str, vocabulary_is_over_stages: bool) -> bool:
+    """Whether a parameter's first dimension is sharded over stage: the decoder's stacks, perhaps its tables."""
+    return is_over_stages(path) or (vocabulary_is_over_stages and path in VOCABULARY_TABLES)
 
 
 def num_parameters(parameters: Tree, layout: PipelineLayout | None) -> int:
