@@ -1,17 +1,21 @@
 """Vision-language models in every encoder mode: layouts, rows with images, and programs for them."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from one_device import deviation, loss_and_gradients, loss_of
 from pipeline_cases import NUM_LAYERS, NUM_ROWS, Z_LOSS, placed, twelve_rows, unplaced
-from tiny_models import ENCODERS, document, image, microbatches, row, tiny_config
+from pipeline_cases import Case as TextCase
+from tiny_models import ENCODERS, document, image, microbatches, random_parameters, row, tiny_config
 
 from jaxforge.cluster.mesh import MeshLayout, build_mesh
 from jaxforge.config.schema import Config
 from jaxforge.data.batches import BatchLayout
+from jaxforge.memory.offload import offloads_activations
 from jaxforge.optim.paths import join
 from jaxforge.training.program import Program, build_program
 
@@ -179,3 +183,32 @@ def rows_where(config: Config, images_of: Mapping[int, Sequence[tuple[int, int]]
         images = [image(*size, seed=100 * number + i) for i, size in enumerate(images_of.get(number, ()))]
         packed.append(row(config, document(config, 2, images, 3, seed=number), document(config, 1, after=2)))
     return {key: np.stack([one[key] for one in packed]) for key in packed[0]}
+
+
+@functools.cache
+def vision_problem(encoder: str) -> tuple[dict, dict, float, dict]:
+    """Parameters, rows with images, and what one device computes from them: loss and gradients."""
+    config = vision_config(encoder)
+    parameters, rows = random_parameters(config), rows_with_images(config)
+    return parameters, rows, *loss_and_gradients(config, parameters, rows)
+
+
+def gradient_program(case: Case | TextCase, config: Config, parameters: dict, rows: dict) -> tuple:
+    """The jitted gradients of a case, and their arguments."""
+    program = case.program(config)
+    if isinstance(case, Case):
+        return program.gradients, case.parameters(program, config, parameters), case.batch(program, config, rows)
+    return program.gradients, *case.arguments(program, config, parameters, rows)
+
+
+def assert_all_are_those_of_one_device(compiler, runs) -> None:
+    """(name, case, config, (parameters, rows, loss, gradients of one device)); compiled beside each other."""
+    pending = []
+    for name, case, config, (parameters, rows, *expected) in runs:
+        gradients, *arguments = gradient_program(case, config, parameters, rows)
+        traced = gradients.trace(*arguments)
+        assert ("<host>" in str(traced.jaxpr)) == offloads_activations(config), name
+        pending.append((name, config, compiler.submit(traced.lower().compile), arguments, expected))
+    for name, config, executable, arguments, expected in pending:
+        gradients, sums = executable.result()(*arguments)
+        deviation(loss_of(config, sums), unplaced(config, gradients), *expected).assert_small(name)

@@ -1,13 +1,18 @@
 """Every data_parallel_sharding_strategy has the loss and gradients of one device, and cuts what it says."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from encoder_cases import ENCODER_HETERO_DP, FULL_HETERO_DP, HETERO_TP, rows_with_images, vision_config
+from encoder_cases import (
+    ENCODER_HETERO_DP,
+    FULL_HETERO_DP,
+    HETERO_TP,
+    assert_all_are_those_of_one_device,
+    vision_problem,
+)
 from encoder_cases import Case as VisionCase
 from flax import nnx
 from one_device import deviation, loss_and_gradients, loss_of
@@ -41,42 +46,18 @@ VISION = [
 ]
 
 
-@functools.cache
-def vision_problem(encoder):
-    config = vision_config(encoder)
-    parameters, rows = random_parameters(config), rows_with_images(config)
-    return parameters, rows, *loss_and_gradients(config, parameters, rows)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_text_model_has_the_gradients_of_one_device(compiler):
-    parameters, rows, *expected = problem()
-    pending = []
-    for case in TEXT:
-        config = case.config()
-        program = case.program(config)
-        arguments = case.arguments(program, config, parameters, rows)
-        pending.append((case, config, compiler.submit(program.gradients.lower(*arguments).compile), arguments))
-    for case, config, executable, arguments in pending:
-        gradients, sums = executable.result()(*arguments)
-        deviation(loss_of(config, sums), unplaced(config, gradients), *expected).assert_small(case)
+    assert_all_are_those_of_one_device(compiler, ((case, case, case.config(), problem()) for case in TEXT))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_vision_model_has_the_gradients_of_one_device(compiler):
-    pending = []
-    for case in VISION:
-        parameters, rows, *_ = vision_problem(case.encoder)
-        config = case.config()
-        program = case.program(config)
-        arguments = case.parameters(program, config, parameters), case.batch(program, config, rows)
-        pending.append((case, config, compiler.submit(program.gradients.lower(*arguments).compile), arguments))
-    for case, config, executable, arguments in pending:
-        gradients, sums = executable.result()(*arguments)
-        expected = vision_problem(case.encoder)[2:]
-        deviation(loss_of(config, sums), case.by_layer(config, gradients), *expected).assert_small(case)
+    assert_all_are_those_of_one_device(
+        compiler, ((case, case, case.config(), vision_problem(case.encoder)) for case in VISION)
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain loss", "fused loss"])

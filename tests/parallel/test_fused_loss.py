@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from encoder_cases import ENCODER_HETERO_DP, HETERO_TP, rows_with_images, vision_config
+from encoder_cases import ENCODER_HETERO_DP, HETERO_TP, assert_all_are_those_of_one_device, vision_problem
 from encoder_cases import Case as VisionCase
 from flax import nnx
 from one_device import deviation, loss_and_gradients, loss_of
@@ -43,31 +43,17 @@ VISION = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_text_model_has_the_gradients_of_one_device(compiler):
-    parameters, rows, *expected = problem()
-    pending = []
-    for case, split in TEXT:
-        config = fused(case.config(), split)
-        program = case.program(config)
-        arguments = case.arguments(program, config, parameters, rows)
-        pending.append((case, config, compiler.submit(program.gradients.lower(*arguments).compile), arguments))
-    for case, config, executable, arguments in pending:
-        gradients, sums = executable.result()(*arguments)
-        deviation(loss_of(config, sums), unplaced(config, gradients), *expected).assert_small(case)
+    assert_all_are_those_of_one_device(
+        compiler, ((case, case, fused(case.config(), split), problem()) for case, split in TEXT)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case, split", VISION)
-def test_a_vision_model_has_the_gradients_of_one_device(case, split):
-    plain = vision_config(case.encoder)
-    parameters, rows = random_parameters(plain), rows_with_images(plain)
-    config = fused(case.config(), split)
-    program = case.program(config)
-    gradients, sums = program.gradients(
-        case.parameters(program, config, parameters), case.batch(program, config, rows)
-    )
-    expected = loss_and_gradients(plain, parameters, rows)
-    deviation(loss_of(config, sums), case.by_layer(config, gradients), *expected).assert_small(case)
+def test_a_vision_model_has_the_gradients_of_one_device(compiler, case, split):
+    run = case, case, fused(case.config(), split), vision_problem(case.encoder)
+    assert_all_are_those_of_one_device(compiler, [run])
 
 
 @pytest.mark.parametrize(

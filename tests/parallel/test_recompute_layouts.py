@@ -5,19 +5,23 @@ the program of a GPU, whose copies tests/gpu_compile/test_activation_memory.py l
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
-from encoder_cases import ENCODER_HETERO_DP, FULL_HETERO_DP, HETERO_TP, rows_with_images, vision_config
+from encoder_cases import (
+    ENCODER_HETERO_DP,
+    FULL_HETERO_DP,
+    HETERO_TP,
+    assert_all_are_those_of_one_device,
+    vision_problem,
+)
 from encoder_cases import Case as VisionCase
-from one_device import deviation, loss_and_gradients, loss_of
-from pipeline_cases import Case, problem, text_config, twelve_rows, unplaced
+from one_device import loss_and_gradients
+from pipeline_cases import Case, problem, text_config, twelve_rows
 from tiny_models import random_parameters
 
 from jaxforge.config import ConfigError
 from jaxforge.config.schema import AdapterConfig, Config, LoraConfig, MemoryConfig
-from jaxforge.memory.offload import offloads_activations
 from jaxforge.training.program import row_keys
 
 MODULES = ("core_attn", "mlp", "layernorm")
@@ -70,40 +74,11 @@ VISION = [
 ]  # fmt: skip
 
 
-
-
-def gradient_program(case, config: Config, parameters, rows):
-    program = case.program(config)
-    if isinstance(case, VisionCase):
-        return program.gradients, case.parameters(program, config, parameters), case.batch(program, config, rows)
-    return program.gradients, *case.arguments(program, config, parameters, rows)
-
-
-def assert_all_are_those_of_one_device(compiler, runs):
-    """(name, case, config, (parameters, rows, loss, gradients of one device)); compiled beside each other."""
-    pending = []
-    for name, case, config, (parameters, rows, *expected) in runs:
-        gradients, *arguments = gradient_program(case, config, parameters, rows)
-        traced = gradients.trace(*arguments)
-        assert ("<host>" in str(traced.jaxpr)) == offloads_activations(config), name
-        pending.append((name, config, compiler.submit(traced.lower().compile), arguments, expected))
-    for name, config, executable, arguments, expected in pending:
-        gradients, sums = executable.result()(*arguments)
-        deviation(loss_of(config, sums), unplaced(config, gradients), *expected).assert_small(name)
-
-
 def with_memory(config: Config, memory: MemoryConfig, encoder=()) -> Config:
     model = config.model
     if encoder:
         model = dataclasses.replace(model, encoder=dataclasses.replace(model.encoder, **encoder))
     return dataclasses.replace(config, memory=memory, model=model)
-
-
-@functools.cache
-def vision_problem(encoder):
-    config = vision_config(encoder)
-    parameters, rows = random_parameters(config), rows_with_images(config)
-    return parameters, rows, *loss_and_gradients(config, parameters, rows)
 
 
 @pytest.mark.slow
