@@ -2,7 +2,7 @@
 
 Everything is read one layer of one parameter at a time, so that host memory doesn't grow with the model.  Readers count
 the layers of the model from 0, whatever pipeline the parameters are laid out for: `order` says where a layer lies, as
-`jaxforge.parallel.pipeline.choice.layer_order` gives it.
+`jaxforge.parallel.pipeline.choice.layer_order` gives it; None where they lie in turn.
 """
 
 import functools
@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.models import VisionLanguageModel
+from jaxforge.models.layer_order import LayerOrder, is_in_stacks
+from jaxforge.models.moe import is_statistics
 from jaxforge.optim.host_memory import is_in_host_memory, moved, to_device
-from jaxforge.parallel.pipeline.choice import is_over_stages
+from jaxforge.optim.paths import split
 
 Tree = Any
-# The decoder layer in each place of its stacks, -1 in an unused one; None where all layers lie in turn.
-LayerOrder = tuple[int, ...] | None
 # Modules that `jaxforge.models.parameters.stack` makes: their parameters have a leading dimension of layers.
 _STACKS = ("layers", "deepstack")
 
@@ -62,20 +62,23 @@ def piece_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1:] if is_stacked(path) else shape
 
 
-def shape_in_turn(path: str, shape: tuple[int, ...], order: LayerOrder) -> tuple[int, ...]:
+def shape_in_turn(path: str, shape: tuple[int, ...], order: LayerOrder | None) -> tuple[int, ...]:
     """The shape without a pipeline, [num_layers, ...] in a stack, of an array that has `shape` in `order`."""
-    return shape if order is None or not is_over_stages(path) else (max(order) + 1, *shape[1:])
+    return shape if order is None or not is_in_stacks(path) else (max(order.of(path)) + 1, *shape[1:])
 
 
-def place_of(path: str, layer: int | None, order: LayerOrder) -> int | None:
+def place_of(path: str, layer: int | None, order: LayerOrder | None) -> int | None:
     """Where a layer lies in the stack of a parameter; None for one that isn't stacked."""
-    return layer if order is None or layer is None or not is_over_stages(path) else order.index(layer)
+    return layer if order is None or layer is None or not is_in_stacks(path) else order.of(path).index(layer)
 
 
-def is_same_order(one: LayerOrder, other: LayerOrder) -> bool:
-    """Whether stacks in these orders are the same arrays."""
-    first, second = (None if order == tuple(range(len(order or ()))) else order for order in (one, other))
-    return first == second
+def is_same_order(one: LayerOrder | None, other: LayerOrder | None) -> bool:
+    """Whether stacks in these orders are the same arrays; None where all layers lie in turn."""
+
+    def in_turn(order):
+        return order is None or all(of_stack == tuple(range(len(of_stack))) for of_stack in order)
+
+    return one == other or (in_turn(one) and in_turn(other))
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
@@ -97,12 +100,15 @@ def unflatten(leaves: Mapping[str, Any]) -> Tree:
 
 
 def abstract_parameters(model: ModelConfig) -> Tree:
-    """Shapes of a model's fp32 parameters, as a nested dict of ShapeDtypeStruct for one device."""
+    """Shapes of a model's fp32 parameters, as a nested dict of ShapeDtypeStruct for one device.
+
+    Statistics of routers aren't among them: weights come without.
+    """
     graph_and_state = nnx.split(nnx.eval_shape(lambda: VisionLanguageModel(model, rngs=nnx.Rngs(params=0))))
-    return nnx.to_pure_dict(graph_and_state[1])
+    return split(nnx.to_pure_dict(graph_and_state[1]), is_statistics)[1]
 
 
-def load(reader: ArrayReader, abstract: Tree, initial: Tree | None = None, order: LayerOrder = None) -> Tree:
+def load(reader: ArrayReader, abstract: Tree, initial: Tree | None = None, order: LayerOrder | None = None) -> Tree:
     """The parameters on the devices, each device reading no more than one piece of one parameter at a time.
 
     Args:
@@ -123,7 +129,7 @@ def load_one(
     path: str,
     leaf: jax.ShapeDtypeStruct,
     initial: jax.Array | None = None,
-    order: LayerOrder = None,
+    order: LayerOrder | None = None,
 ) -> jax.Array:
     """One array of those that `load` reads, with the same arguments for it alone; or one in host memory.
 
@@ -184,7 +190,7 @@ class DeviceArrays:
       order: in which the decoder's layers lie.
     """
 
-    def __init__(self, parameters: Tree, dtype: Any, order: LayerOrder = None):
+    def __init__(self, parameters: Tree, dtype: Any, order: LayerOrder | None = None):
         self._arrays = flatten(parameters)
         self.shapes: Mapping[str, tuple[int, ...]] = {
             path: shape_in_turn(path, array.shape, order) for path, array in self._arrays.items()

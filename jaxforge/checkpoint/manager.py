@@ -11,10 +11,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxforge.checkpoint.arrays import LayerOrder, is_same_order, is_stacked, load_one, shape_in_turn
+from jaxforge.checkpoint.arrays import is_same_order, is_stacked, load_one, shape_in_turn
 from jaxforge.checkpoint.checksums import find_damage, write_checksums
 from jaxforge.checkpoint.stored import saved_order, state_arrays
 from jaxforge.config.errors import ConfigError
+from jaxforge.models.layer_order import LayerOrder
 from jaxforge.optim.host_memory import is_in_host_memory
 
 _log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class CheckpointManager:
         """The newest step that is complete on disk, whole or not; None if there is none."""
         return max(self._steps_on_disk(), default=None)
 
-    def restore(self, abstract_state: Any, order: LayerOrder = None) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore(self, abstract_state: Any, order: LayerOrder | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """The newest whole checkpoint, as (step, state, metadata), or None if there are no checkpoints.
 
         `abstract_state`: a pytree of jax.ShapeDtypeStruct with shardings, which the state returned has; they may differ
@@ -124,7 +125,7 @@ class CheckpointManager:
             return step, self._orbax.restore(step, args=items)[_STATE], metadata
         return step, self._read_by_layer(step, saved_order(metadata), abstract_state, order), metadata
 
-    def _read_by_layer(self, step: int, saved: LayerOrder, abstract_state: Any, order: LayerOrder) -> Any:
+    def _read_by_layer(self, step: int, saved: LayerOrder | None, abstract_state: Any, order: LayerOrder | None) -> Any:
         """The state of a checkpoint whose layers lie elsewhere; host memory holds one layer of one array at a time."""
         _log.info("step %d: the decoder's layers lie in other places than in the checkpoint; read one by one", step)
         shapes = {path: leaf.shape for path, leaf in _arrays_by_path(self._orbax.item_metadata(step)[_STATE]).items()}
@@ -170,7 +171,9 @@ class CheckpointManager:
             multihost_utils.sync_global_devices(f"set aside checkpoint {step}")
         self._orbax.reload()
 
-    def _check_tree(self, step: int, saved_in: LayerOrder, abstract_state: Any, order: LayerOrder) -> None:
+    def _check_tree(
+        self, step: int, saved_in: LayerOrder | None, abstract_state: Any, order: LayerOrder | None
+    ) -> None:
         """Raises ConfigError where the saved arrays aren't those of `abstract_state` by path, shape and dtype."""
         saved = _described(self._orbax.item_metadata(step)[_STATE], saved_in)
         wanted = _described(abstract_state, order)
@@ -199,7 +202,7 @@ def _chunks(path: Any, _: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(shard_axes=(0,) if is_stacked(_path_text(path)) else ())
 
 
-def _described(tree: Any, order: LayerOrder) -> dict[str, str]:
+def _described(tree: Any, order: LayerOrder | None) -> dict[str, str]:
     """Path to "dtype[shape]" of every array of a tree, with the shape that it has without a pipeline."""
     return {
         path: f"{np.dtype(leaf.dtype).name}{list(shape_in_turn(path, leaf.shape, order))}"

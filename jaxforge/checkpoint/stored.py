@@ -13,13 +13,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jaxforge.checkpoint.arrays import ArrayReader, LayerOrder, is_stacked, layers_of, place_of, shape_in_turn
+from jaxforge.checkpoint.arrays import ArrayReader, is_stacked, layers_of, place_of, shape_in_turn
 from jaxforge.checkpoint.checksums import find_damage, write_checksums
 from jaxforge.checkpoint.new_folder import new_folder
 from jaxforge.config import resolve
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.config.schema import Config
+from jaxforge.models.layer_order import LayerOrder
+from jaxforge.models.moe import is_statistics
 
 DESCRIPTION = "jaxforge_weights.json"
 HF_FILES = "hf"
@@ -40,7 +42,10 @@ class StoredArrays:
     """
 
     def __init__(
-        self, kvstore: Mapping[str, Any], names: Mapping[str, tuple[str, tuple[int, ...]]], order: LayerOrder = None
+        self,
+        kvstore: Mapping[str, Any],
+        names: Mapping[str, tuple[str, tuple[int, ...]]],
+        order: LayerOrder | None = None,
     ):
         self.shapes: Mapping[str, tuple[int, ...]] = {
             path: shape_in_turn(path, shape, order) for path, (_, shape) in names.items()
@@ -167,20 +172,26 @@ class RunCheckpoint:
         state = folder / "state"
         saved = ocp.StandardCheckpointHandler().metadata(state)
         names = {}
-        for kind in ("trainable", "frozen"):
+        for kind in ("trainable", "frozen", "router"):
             for path, shape in _shapes(saved.get(kind, {})):
-                names[path] = (_array_name(f"{kind}/{path}"), shape)
+                if not is_statistics(path):
+                    names[path] = (_array_name(f"{kind}/{path}"), shape)
         arrays = StoredArrays(_state_store(state), names, saved_order(metadata))
         return cls(step, resolve(metadata["config"]), metadata.get("base"), arrays)
 
 
-def saved_order(metadata: Mapping[str, Any]) -> LayerOrder:
+def described_order(order: LayerOrder | None) -> dict[str, list[int]] | None:
+    """An order as a checkpoint's metadata hold it."""
+    return None if order is None else {name: list(of_stack) for name, of_stack in order._asdict().items()}
+
+
+def saved_order(metadata: Mapping[str, Any]) -> LayerOrder | None:
     """In which order a checkpoint's stacks hold the decoder's layers, from its metadata."""
     order = metadata.get(LAYER_ORDER)
-    return None if order is None else tuple(order)
+    return None if order is None else LayerOrder(**{name: tuple(of_stack) for name, of_stack in order.items()})
 
 
-def state_arrays(state: Path, shapes: Mapping[str, tuple[int, ...]], order: LayerOrder) -> StoredArrays:
+def state_arrays(state: Path, shapes: Mapping[str, tuple[int, ...]], order: LayerOrder | None) -> StoredArrays:
     """All arrays of a checkpoint's state by their paths in it, such as "optimizer/1/mu/decoder/layers/mlp/up_DF".
 
     Args:

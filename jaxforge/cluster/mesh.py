@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxforge.config.derived import encoder_tensor_parallel_size
+from jaxforge.config.derived import encoder_tensor_parallel_size, expert_axis_size
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config
 
 AXES = ("stage", "replica", "expert", "context", "tensor_outer", "tensor_inner")
-STAGE = "stage"
+STAGE, EXPERT = "stage", "expert"
 DATA_AXES = ("replica", "expert")
 TENSOR_AXES = ("tensor_outer", "tensor_inner")
 MANUAL_AXES = ("stage", "replica", "expert", "context")
@@ -44,7 +44,7 @@ class MeshLayout:
             tensor=parallel.tensor_model_parallel_size,
             encoder_tensor=encoder_tensor_parallel_size(config),
             stage=parallel.pipeline_model_parallel_size,
-            expert=parallel.expert_model_parallel_size,
+            expert=expert_axis_size(config),
             context=parallel.context_parallel_size,
         )
 

@@ -6,13 +6,17 @@ They are given to the compiler with the program, not through XLA_FLAGS, where an
 from typing import Any
 
 import jaxlib
+from jax.sharding import Mesh
 
+from jaxforge.cluster.mesh import EXPERT, TENSOR_AXES, axes_crossing_nodes
+from jaxforge.config.derived import experts_are_over_tensor
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"
 # The first version that has the options, newest first.  A pipelined collective of one iteration of a loop runs under
 # the computation of the one before (gathers) or after it (reductions).  Windowed products are cut from 0 MiB on.
+# Without the scheduler that hides latencies, an exchange is waited for where it starts.
 _TABLE: tuple[tuple[tuple[int, ...], dict[str, dict[str, Any]]], ...] = (
     (
         (0, 11),
@@ -23,6 +27,7 @@ _TABLE: tuple[tuple[tuple[int, ...], dict[str, dict[str, Any]]], ...] = (
                 "xla_gpu_threshold_for_windowed_einsum_mib": 0,
                 "xla_gpu_multi_streamed_windowed_einsum": True,
             },
+            "overlap_moe_expert_parallel_comm": {"xla_gpu_enable_latency_hiding_scheduler": True},
         },
     ),
 )
@@ -34,8 +39,7 @@ def overlap_options(config: Config, platform: str, version: str = jaxlib.__versi
     Raises:
       ConfigError: for a field that this version's compiler has no options for.
     """
-    fields = [name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap")
-              if getattr(config.parallel, name)]  # fmt: skip
+    fields = [name for name in _TABLE[0][1] if getattr(config.parallel, name)]
     if platform != "gpu" or not fields:
         return {}
     installed = tuple(int(part) for part in version.split(".")[:2])
@@ -49,3 +53,15 @@ def overlap_options(config: Config, platform: str, version: str = jaxlib.__versi
             )
         options |= table[name]
     return options
+
+
+def exchange_options(config: Config, mesh: Mesh, platform: str) -> dict[str, Any]:
+    """What the compiler must be told where tokens go to experts on other hosts.
+
+    By default it would gather the hosts' whole buffers, and exchange exact numbers of rows inside a host alone.
+    """
+    crosses = axes_crossing_nodes(mesh)
+    names = (EXPERT, *TENSOR_AXES) if experts_are_over_tensor(config) else (EXPERT,)
+    if platform != "gpu" or config.model.decoder.num_experts is None or not any(crosses[name] for name in names):
+        return {}
+    return {"xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer": False}

@@ -45,6 +45,29 @@ def data_parallel_size(config: Config, num_devices: int) -> int:
     return num_devices // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
 
 
+def layer_has_experts(decoder: DecoderConfig) -> tuple[bool, ...]:
+    """Of each decoder layer, whether its feed-forward is a mixture of experts."""
+    if decoder.num_experts is None or decoder.moe_layer_freq is None:
+        return (decoder.num_experts is not None,) * decoder.num_layers
+    return tuple(bool(has) for has in decoder.moe_layer_freq)
+
+
+def expert_ffn_hidden_size(decoder: DecoderConfig) -> int:
+    """Width of one expert."""
+    return decoder.moe_ffn_hidden_size or decoder.ffn_hidden_size
+
+
+def experts_are_over_tensor(config: Config) -> bool:
+    """Whether the tensor group shares the experts out, instead of sharing each of them."""
+    return config.parallel.expert_tensor_parallel_size == 1 and config.parallel.tensor_model_parallel_size > 1
+
+
+def expert_axis_size(config: Config) -> int:
+    """Data parallel ranks that the experts are shared out over."""
+    tensor = config.parallel.tensor_model_parallel_size if experts_are_over_tensor(config) else 1
+    return max(config.parallel.expert_model_parallel_size // tensor, 1)
+
+
 def vocabulary_is_over_stages(config: Config) -> bool:
     """`parallel.vocabulary_parallel_over_pipeline`, with None resolved."""
     parallel = config.parallel

@@ -52,6 +52,44 @@ class DecoderConfig:
         0.0, "dropout on the embeddings and the residual branches, in training", flag="--hidden-dropout"
     )
     init_method_std: float = field(0.02, "standard deviation of the initial weights", flag="--init-method-std")
+    num_experts: int | None = field(
+        None, "experts of a mixture-of-experts layer; None makes every layer dense", unit="experts",
+        flag="--num-experts",
+    )
+    moe_router_topk: int = field(2, "experts that a token goes to", unit="experts", flag="--moe-router-topk")
+    moe_ffn_hidden_size: int | None = field(
+        None, "width of one expert; None is ffn_hidden_size", unit="features", flag="--moe-ffn-hidden-size"
+    )
+    moe_shared_expert_intermediate_size: int | None = field(
+        None, "width of the shared experts together, which every token goes to; None has none", unit="features",
+        flag="--moe-shared-expert-intermediate-size",
+    )
+    moe_layer_freq: tuple[int, ...] | None = field(
+        None, "for each layer, 1 where it has experts and 0 where it is dense; None gives all layers experts",
+        flag="--moe-layer-freq",
+    )
+    moe_router_score_function: str = field(
+        "softmax", "scores of the experts from the router's logits", choices=("softmax", "sigmoid"),
+        flag="--moe-router-score-function",
+    )
+    moe_router_pre_softmax: bool = field(
+        False, "weigh the chosen experts by their scores as they are, instead of by scores normalised to sum 1",
+        flag="--moe-router-pre-softmax",
+    )
+    moe_router_num_groups: int | None = field(
+        None, "groups of consecutive experts; a token's experts come from the moe_router_group_topk best ones, by the"
+        " sum of their two best scores", unit="groups", flag="--moe-router-num-groups",
+    )
+    moe_router_group_topk: int | None = field(
+        None, "groups that a token's experts come from", unit="groups", flag="--moe-router-group-topk"
+    )
+    moe_router_topk_scaling_factor: float = field(
+        1.0, "factor on the weights of the chosen experts", flag="--moe-router-topk-scaling-factor"
+    )
+    moe_router_enable_expert_bias: bool = field(
+        False, "add a bias to the scores that experts are chosen by, not to those that they are weighed by; it follows"
+        " the load, without a gradient (DeepSeek-V3, arXiv:2412.19437, 2.1.2)", flag="--moe-router-enable-expert-bias",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

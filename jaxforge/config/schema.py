@@ -62,10 +62,12 @@ class ParallelConfig:
         None, "how context parallelism moves keys and values", flag="--cp-comm-type", planned="context parallelism"
     )
     expert_model_parallel_size: int = field(
-        1, "devices that share the experts", flag="--expert-model-parallel-size", planned="expert parallelism"
+        1, "devices that the experts are shared out over, data parallel ranks otherwise", unit="devices",
+        flag="--expert-model-parallel-size",
     )
     expert_tensor_parallel_size: int | None = field(
-        None, "devices that share each expert", flag="--expert-tensor-parallel-size", planned="expert parallelism"
+        None, "devices that share each expert: tensor_model_parallel_size, or 1, which shares the experts out over the"
+        " tensor group too; None is the former", unit="devices", flag="--expert-tensor-parallel-size",
     )
     data_parallel_sharding_strategy: str = field(
         "no_shard", "what is sharded over data parallel ranks: optim the fp32 masters and the optimizer's state,"
@@ -92,8 +94,8 @@ class ParallelConfig:
         " others move (on GPU)", flag="--tp-comm-overlap",
     )
     overlap_moe_expert_parallel_comm: bool = field(
-        False, "overlap expert all-to-all with compute", flag="--overlap-moe-expert-parallel-comm",
-        planned="mixture of experts",
+        False, "send one half of the tokens to their experts while the other half is computed",
+        flag="--overlap-moe-expert-parallel-comm",
     )
 
 
@@ -171,19 +173,50 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """Mixture of experts; not built yet."""
+    """How tokens reach their experts, and how the experts' load is kept even; the experts are model.decoder's."""
 
+    moe_router_load_balancing_type: str = field(
+        "none", "what keeps the load even beside the selection bias: aux_loss, by the load of all tokens of the step"
+        " before, or seq_aux_loss, by that of the row's own tokens", choices=("none", "aux_loss", "seq_aux_loss"),
+        flag="--moe-router-load-balancing-type",
+    )
+    moe_aux_loss_coeff: float = field(
+        0.0, "weight of the load-balancing loss of each layer", flag="--moe-aux-loss-coeff"
+    )
+    moe_z_loss_coeff: float = field(
+        0.0, "weight of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906)",
+        flag="--moe-z-loss-coeff",
+    )
+    moe_router_bias_update_rate: float = field(
+        1e-3, "what a step adds to, or takes from, the selection bias of an expert with less, or more, than the mean"
+        " load", flag="--moe-router-bias-update-rate",
+    )
     moe_token_dispatcher_type: str | None = field(
-        None, "how tokens reach their experts", flag="--moe-token-dispatcher-type", planned="mixture of experts"
+        None, "how tokens reach their experts on other devices: allgather sends all tokens to all of them, alltoall the"
+        " chosen ones, flex one copy to each node, which spreads it; None is alltoall where experts are shared out",
+        choices=(None, "allgather", "alltoall", "flex"), flag="--moe-token-dispatcher-type",
+    )
+    moe_buffer_factor: float | None = field(
+        None, "rows that a device has room for, as a multiple of what it sends; what overflows is dropped, and counted"
+        " in moe/dropped_tokens; None has room for any routing", flag="--moe-expert-rank-capacity-factor",
+    )
+    moe_expert_capacity_factor: float | None = field(
+        None, "rows that an expert takes from each device, as a multiple of an even share; None drops none",
+        flag="--moe-expert-capacity-factor",
+    )
+    moe_token_drop_policy: str = field(
+        "probs", "which rows beyond the capacity are dropped: those of the smallest weight, or the last ones",
+        choices=("probs", "position"), flag="--moe-token-drop-policy",
     )
     moe_enable_deepep: bool = field(
-        False, "DeepEP transport", flag="--moe-enable-deepep", planned="mixture of experts"
+        False, "DeepEP transport", flag="--moe-enable-deepep", planned="DeepEP"
     )
     moe_deepep_num_sms: int | None = field(
-        None, "SMs that DeepEP may use", flag="--moe-deepep-num-sms", planned="mixture of experts"
+        None, "SMs that DeepEP may use", flag="--moe-deepep-num-sms", planned="DeepEP"
     )
     moe_permute_fusion: bool = field(
-        False, "fused token permutation", flag="--moe-permute-fusion", planned="mixture of experts"
+        True, "bring tokens into the order of their experts, and back, by kernels instead of XLA's gathers (on GPU)",
+        flag="--moe-permute-fusion",
     )
 
 

@@ -15,6 +15,7 @@ from jaxforge.config.errors import ConfigError
 from jaxforge.config.lora_rules import LORA_RULES
 from jaxforge.config.memory_rules import MEMORY_RULES
 from jaxforge.config.model_rules import MODEL_RULES
+from jaxforge.config.moe_rules import MOE_DEVICE_RULES, MOE_RULES
 from jaxforge.config.pipeline_rules import PIPELINE_RULES
 from jaxforge.config.run_rules import DEVICE_RULES, PLATFORM_RULES, RUN_RULES
 from jaxforge.config.schema import Config
@@ -24,6 +25,8 @@ _AT_LEAST_ONE = {
     "model.decoder": (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "vocab_size", "make_vocab_size_divisible_by", "rope_scaling_original_max_position_embeddings", "mrope_section",
+        "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups", "moe_router_group_topk",
     ),
     "model.encoder": (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "in_channels",
@@ -33,7 +36,7 @@ _AT_LEAST_ONE = {
     "model.projector": ("ffn_hidden_size",),
     "parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-        "virtual_pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
     ),
     "memory": ("recompute_num_layers", "min_offloaded_tensor_size"),
     "optimizer": ("lr_decay_iters", "lr_wsd_decay_iters"),
@@ -50,18 +53,20 @@ _AT_LEAST_ZERO = {
     "parallel": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "optimizer": ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "loss": ("z_loss_coefficient",),
+    "moe": ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     "train": ("seed", "eval_every_steps", "max_skipped_steps"),
     "checkpoint": ("save_every_steps", "export_hf_every_steps"),
 }
 _ABOVE_ZERO = {
     "model.decoder": (
         "norm_epsilon", "rotary_base", "init_method_std", "rope_scaling_factor", "rope_scaling_low_freq_factor",
-        "rope_scaling_high_freq_factor",
+        "rope_scaling_high_freq_factor", "moe_router_topk_scaling_factor",
     ),
     "model.encoder": ("norm_epsilon", "rotary_base", "init_method_std"),
     "model.projector": ("norm_epsilon",),
     "optimizer": ("learning_rate", "adam_eps"),
     "data": ("weights", "video_fps"),
+    "moe": ("moe_buffer_factor", "moe_expert_capacity_factor"),
 }  # fmt: skip
 _FRACTION: dict[str, tuple[str, ...]] = {
     "model.decoder": ("hidden_dropout",),
@@ -88,10 +93,10 @@ def validate(config: Config, num_devices: int, platform: str = "cpu") -> None:
 def _all_messages(config: Config, num_devices: int, platform: str) -> Iterator[Iterator[str]]:
     yield unbuilt_features_are_refused(config)
     yield numbers_are_in_range(config)
-    model_rules = (*MODEL_RULES, *PIPELINE_RULES, *ENCODER_RULES, *LORA_RULES)
+    model_rules = (*MODEL_RULES, *MOE_RULES, *PIPELINE_RULES, *ENCODER_RULES, *LORA_RULES)
     rules = (*model_rules, *CHECKPOINT_RULES, *MEMORY_RULES, *RUN_RULES, *DATA_RULES)
     yield from (rule(config) for rule in rules)
-    yield from (rule(config, num_devices) for rule in DEVICE_RULES)
+    yield from (rule(config, num_devices) for rule in (*DEVICE_RULES, *MOE_DEVICE_RULES))
     yield from (rule(config, platform) for rule in PLATFORM_RULES)
 
 

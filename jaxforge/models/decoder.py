@@ -1,20 +1,25 @@
 """The language decoder."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxforge.config.derived import padded_vocab_size
+from jaxforge.config.derived import layer_has_experts, padded_vocab_size
 from jaxforge.config.schema import DecoderConfig
 from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.attention import RESIDUAL, WHOLE, SelfAttention
 from jaxforge.models.dropout import dropout
+from jaxforge.models.layer_order import LayerOrder
 from jaxforge.models.mlp import MLP
+from jaxforge.models.moe import ExpertsRun, MoE, StepTokens
 from jaxforge.models.norm import RMSNorm
-from jaxforge.models.parameters import Segments, normal, scan_layers, stack
+from jaxforge.models.parameters import Segments, layer_keys, normal, scan_layers, segments_between, stack
 from jaxforge.models.rope import decoder_angles, decoder_frequencies
 from jaxforge.ops.attention import RowSegments, row_segments
 from jaxforge.ops.cross_entropy import cross_entropy, score_tokens
@@ -29,9 +34,20 @@ Lookup = Callable[[jax.Array, jax.Array, Placement], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).  x_BSD -> x_BSD."""
+    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))).  x_BSD -> x_BSD.
 
-    def __init__(self, config: DecoderConfig, *, backend: str, placement: Placement, rngs: nnx.Rngs):
+    The feed-forward is `moe` where the layer has experts, else `mlp`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        backend: str,
+        placement: Placement,
+        rngs: nnx.Rngs,
+        experts: ExpertsRun | None = None,
+    ):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.attention = SelfAttention(
             config.hidden_size,
@@ -48,16 +64,19 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = MLP(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            activation="silu",
-            gated=True,
-            bias=False,
-            std=config.init_method_std,
-            placement=placement,
-            rngs=rngs,
-        )
+        if experts is not None:
+            self.moe = MoE(config, run=experts, placement=placement, rngs=rngs)
+        else:
+            self.mlp = MLP(
+                config.hidden_size,
+                config.ffn_hidden_size,
+                activation="silu",
+                gated=True,
+                bias=False,
+                std=config.init_method_std,
+                placement=placement,
+                rngs=rngs,
+            )
         self.dropout_rate, self.placement = config.hidden_dropout, placement
 
     def __call__(
@@ -67,6 +86,7 @@ class DecoderLayer(nnx.Module):
         segments: RowSegments,
         index: int | jax.Array = 0,
         dropout_keys_B2: jax.Array | None = None,
+        tokens: StepTokens | None = None,
     ) -> jax.Array:
         def drop(branch_BSD, which):
             return dropout(branch_BSD, dropout_keys_B2, 1 + 2 * index + which, self.dropout_rate, self.placement)
@@ -78,7 +98,11 @@ class DecoderLayer(nnx.Module):
         normed_BSD = named(self.attention_norm(x_BSD), "attn_norm")
         x_BSD = x_BSD + drop(self.attention(normed_BSD, angles_BSR, segments), 0)
         x_BSD = checkpoint_name(x_BSD, "mlp_norm_input")
-        return x_BSD + drop(self.mlp(named(self.mlp_norm(x_BSD), "mlp_norm")), 1)
+        normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
+        if hasattr(self, "moe"):
+            assert tokens is not None
+            return x_BSD + drop(self.moe(normed_BSD, tokens), 1)
+        return x_BSD + drop(self.mlp(normed_BSD), 1)
 
 
 class Decoder(nnx.Module):
@@ -89,7 +113,11 @@ class Decoder(nnx.Module):
     Args:
       segments, policies: which layers are recomputed and what the others keep, as in `scan_layers`.
       fused_loss: a loss fused with the head, which then scores tokens too; its gradients aren't found by JAX.
-      layer_order: the layer in each place of the stack, as in `stack`; other than None only for a pipeline.
+      layer_order: the layer in each place of the stacks; other than None only for a pipeline.
+      experts: how experts are computed, where there are some.
+
+    `layers` is a layer whose parameters are stacked, of all layers in turn or in `layer_order`.  Where some layers are
+    dense and others have experts it has both feed-forwards, each stacked over the layers that have it.
     """
 
     def __init__(
@@ -100,18 +128,20 @@ class Decoder(nnx.Module):
         segments: Segments,
         placement: Placement,
         rngs: nnx.Rngs,
-        layer_order: tuple[int, ...] | None = None,
+        layer_order: LayerOrder | None = None,
         policies: Policies = KEEP_ALL,
         fused_loss: LinearCrossEntropy | None = None,
+        experts: ExpertsRun | None = None,
     ):
         table = (padded_vocab_size(config), config.hidden_size)
         self.embedding_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
-        self.layers = stack(
-            lambda rngs: DecoderLayer(config, backend=backend, placement=placement, rngs=rngs),
-            config.num_layers,
-            rngs,
-            layer_order,
-        )
+        self.has_experts = layer_has_experts(config)
+
+        def make_layer(has_experts, rngs):
+            run = experts if has_experts else None
+            return DecoderLayer(config, backend=backend, placement=placement, rngs=rngs, experts=run)
+
+        self.layers = _stacked_layers(make_layer, self.has_experts, rngs, layer_order)
         self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.tied = not config.untie_embeddings_and_output_weights
         if not self.tied:
@@ -158,11 +188,12 @@ class Decoder(nnx.Module):
         visual_index_BS: jax.Array | None = None,
         dropout_keys_B2: jax.Array | None = None,
         lookup: Lookup = gather_rows,
+        targets_per_token: jax.Array | None = None,
     ) -> jax.Array:
         """What the head reads, [B, S, D].  `deepstack[j]`, as `visual` of `place`, is added after layer j."""
         x_BSD = self.enter(x_BSD, dropout_keys_B2)
         layers_input = (x_BSD, positions_B3S, segment_ids_BS, deepstack, visual_index_BS, dropout_keys_B2, lookup)
-        return self.leave(self.run_layers(*layers_input))
+        return self.leave(self.run_layers(*layers_input, targets_per_token))
 
     def run_layers(
         self,
@@ -173,13 +204,15 @@ class Decoder(nnx.Module):
         visual_index_BS: jax.Array | None,
         dropout_keys_B2: jax.Array | None,
         lookup: Lookup,
+        targets_per_token: jax.Array | None = None,
     ) -> jax.Array:
-        """All layers in turn, [B, S, D], on what `enter` gives."""
+        """All layers in turn, [B, S, D], on what `enter` gives; `targets_per_token` as in `StepTokens`."""
         angles_BSR, segments = self.angles(positions_B3S), self.row_segments(segment_ids_BS)
+        tokens = self.step_tokens(segment_ids_BS, targets_per_token)
         num_features = 0 if deepstack is None else deepstack.shape[0]
 
         def step(layer, x_BSD, index):
-            x_BSD = layer(x_BSD, angles_BSR, segments, index, dropout_keys_B2)
+            x_BSD = layer(x_BSD, angles_BSR, segments, index, dropout_keys_B2, tokens)
             if deepstack is not None and visual_index_BS is not None:
                 feature = jax.lax.dynamic_index_in_dim(
                     deepstack, jnp.minimum(index, num_features - 1), keepdims=False
@@ -188,7 +221,44 @@ class Decoder(nnx.Module):
                 x_BSD = self.placement.constrain(x_BSD + self.place(feature, index_BS, lookup), RESIDUAL)
             return x_BSD
 
-        return scan_layers(self.layers, step, x_BSD, jnp.arange(self.config.num_layers), self.segments, self.policies)
+        for layers, first, segments_of_run in self._runs():
+            numbers = jnp.arange(first, first + sum(count for count, _ in segments_of_run))
+            x_BSD = scan_layers(layers, step, x_BSD, numbers, segments_of_run, self.policies)
+        return x_BSD
+
+    def _runs(self) -> Iterator[tuple[Any, int, Segments]]:
+        """Layers with the same feed-forward in a row: their stack, the number of the first one, their segments."""
+        if len(set(self.has_experts)) == 1:
+            yield self.layers, 0, self.segments
+            return
+        first, used = 0, {"mlp": 0, "moe": 0}
+        for has_experts, run in itertools.groupby(self.has_experts):
+            count, name = len(list(run)), "moe" if has_experts else "mlp"
+            graph, parameters = nnx.split(self.only(name))
+            of_name = parameters.pop(name)
+
+            def cut(tree, start, count=count):
+                return jax.tree.map(lambda a: a[start : start + count], tree)
+
+            parameters = cut(parameters, first)
+            parameters[name] = cut(of_name, used[name])
+            yield nnx.merge(graph, parameters), first, segments_between(self.segments, first, first + count)
+            first, used[name] = first + count, used[name] + count
+
+    def only(self, feed_forward: str) -> Any:
+        """`layers` with one of its feed-forwards, "mlp" or "moe"."""
+        layers = nnx.clone(self.layers)
+        for name in {"mlp", "moe"} - {feed_forward}:
+            if hasattr(layers, name):
+                delattr(layers, name)
+        return layers
+
+    def step_tokens(self, segment_ids_BS: jax.Array, targets_per_token: jax.Array | None) -> StepTokens | None:
+        """What routers are told; None where there are none."""
+        if not any(self.has_experts):
+            return None
+        zero = jnp.zeros((), jnp.float32)
+        return StepTokens(segment_ids_BS > 0, zero if targets_per_token is None else targets_per_token)
 
     def enter(self, x_BSD: jax.Array, dropout_keys_B2: jax.Array | None) -> jax.Array:
         """What the first layer reads, from what `embed` gives."""
@@ -231,3 +301,25 @@ class Decoder(nnx.Module):
         return score_tokens(
             hidden_BSD, self.head(), targets_BS, vocab_size=self.config.vocab_size, placement=self.placement
         )
+
+
+def _stacked_layers(
+    make_layer: Callable[[bool, nnx.Rngs], nnx.Module],
+    has_experts: tuple[bool, ...],
+    rngs: nnx.Rngs,
+    order: LayerOrder | None,
+) -> Any:
+    """The stacks of all layers, made by (whether it has experts, random numbers) -> layer."""
+    num_layers = len(has_experts)
+    keys = layer_keys(rngs, num_layers)
+
+    def stacked(kind, layers, order):
+        return stack(functools.partial(make_layer, kind), keys[jnp.asarray(layers)], order)
+
+    every = range(num_layers)
+    stacks = stacked(has_experts[0], every, order.layers if order else None)
+    for kind, name in ((False, "mlp"), (True, "moe")):
+        of_kind = [layer for layer in every if has_experts[layer] is kind]
+        if of_kind and len(of_kind) < num_layers:
+            setattr(stacks, name, getattr(stacked(kind, of_kind, order and getattr(order, name)), name))
+    return stacks

@@ -40,14 +40,12 @@ def ones(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
 
 
 def stack(
-    make_layer: Callable[[nnx.Rngs], nnx.Module],
-    num_layers: int,
-    rngs: nnx.Rngs,
-    order: tuple[int, ...] | None = None,
-) -> nnx.Module:
+    make_layer: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array, order: tuple[int, ...] | None = None
+) -> Any:
     """One module whose every parameter has a leading dimension of layers, named "layers".
 
     Args:
+      keys: random keys [layers], as `layer_keys` gives them.
       order: the layer in each place of that dimension, -1 for a place that no layer uses; by default all in turn.  A
         layer's initial values don't depend on its place.
     """
@@ -56,18 +54,37 @@ def stack(
         return nnx.split(make_layer(nnx.Rngs(params=key)))[1]
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: make_layer(nnx.Rngs(params=0))))
-    stacked = nnx.merge(graph, jax.vmap(state_of)(layer_keys(rngs, num_layers, order)))
+    stacked = nnx.merge(graph, jax.vmap(state_of)(_in_order(keys, order)))
     for _, parameter in nnx.iter_graph(stacked):
         if isinstance(parameter, nnx.Param):
             axes = ("layers", *parameter.get_metadata("axes"))
-            parameter.set_metadata(axes=axes, num_layers=num_layers, layer_order=order)
+            parameter.set_metadata(axes=axes, num_layers=len(keys), layer_order=order)
     return stacked
 
 
-def layer_keys(rngs: nnx.Rngs, num_layers: int, order: tuple[int, ...] | None) -> jax.Array:
+def layer_keys(rngs: nnx.Rngs, num_layers: int, order: tuple[int, ...] | None = None) -> jax.Array:
     """A random key for each place of a stack: a layer's is the same wherever it lies."""
-    keys = jax.random.split(rngs.params(), num_layers)
+    return _in_order(jax.random.split(rngs.params(), num_layers), order)
+
+
+def _in_order(keys: jax.Array, order: tuple[int, ...] | None) -> jax.Array:
     return keys if order is None else keys[jnp.maximum(jnp.asarray(order), 0)]
+
+
+def segments_between(segments: Segments, first: int, last: int) -> Segments:
+    """Of segments as `scan_layers` takes them, those of the layers `first` to `last` - 1.
+
+    A group that is recomputed together and would reach beyond them becomes smaller.
+    """
+    found: list[tuple[int, int]] = []
+    start = 0
+    for count, unit in segments:
+        inside = min(last, start + count) - max(first, start)
+        start += count
+        if inside > 0:
+            whole = inside // unit * unit if unit else inside
+            found += [(whole, unit)] * (whole > 0) + [(inside - whole, inside - whole)] * (inside > whole)
+    return tuple(found)
 
 
 def scan_layers(

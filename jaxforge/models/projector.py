@@ -6,7 +6,7 @@ from flax import nnx
 from jaxforge.config.schema import EncoderConfig, ProjectorConfig
 from jaxforge.models.mlp import MLP
 from jaxforge.models.norm import make_norm
-from jaxforge.models.parameters import stack
+from jaxforge.models.parameters import layer_keys, stack
 from jaxforge.ops.placement import Placement
 
 
@@ -67,7 +67,7 @@ class Projector(nnx.Module):
         self.merger = merger(rngs, norm_after=False)
         num_features = len(encoder.deepstack_visual_indexes)
         if num_features:
-            self.deepstack = stack(lambda rngs: merger(rngs, norm_after=True), num_features, rngs)
+            self.deepstack = stack(lambda rngs: merger(rngs, norm_after=True), layer_keys(rngs, num_features))
 
     def __call__(self, x_BPD: jax.Array, taps_JBPD: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Visual tokens [B, N, E], and DeepStack's features [J, B, N, E] or None."""

@@ -13,7 +13,7 @@ from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.attention import SelfAttention
 from jaxforge.models.mlp import MLP
 from jaxforge.models.norm import make_norm
-from jaxforge.models.parameters import Segments, normal, scan_layers, stack, zeros
+from jaxforge.models.parameters import Segments, layer_keys, normal, scan_layers, stack, zeros
 from jaxforge.models.rope import patch_angles
 from jaxforge.ops.attention import RowSegments, row_segments
 from jaxforge.ops.embedding import weighted_rows
@@ -87,7 +87,8 @@ class VisionEncoder(nnx.Module):
                 rngs, (config.num_position_embeddings, config.hidden_size), (None, "width"), config.init_method_std
             )
         self.layers = stack(
-            lambda rngs: EncoderLayer(config, backend=backend, placement=placement, rngs=rngs), config.num_layers, rngs
+            lambda rngs: EncoderLayer(config, backend=backend, placement=placement, rngs=rngs),
+            layer_keys(rngs, config.num_layers),
         )
         self.config, self.segments, self.placement = config, tuple(segments), placement
         self.policies, self.backend = policies, backend

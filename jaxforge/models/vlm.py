@@ -7,6 +7,8 @@ from flax import nnx
 from jaxforge.config.schema import ModelConfig
 from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.decoder import Decoder
+from jaxforge.models.layer_order import LayerOrder
+from jaxforge.models.moe import ExpertsRun, on_one_device
 from jaxforge.models.parameters import Segments
 from jaxforge.models.projector import Projector
 from jaxforge.models.vision import VisionEncoder
@@ -18,7 +20,8 @@ class VisionLanguageModel(nnx.Module):
     """Reads a batch (the format is in docs/architecture.md) without its microbatch dimension: arrays [B, ...].
 
     Without `config.encoder` it is a language model, and the batch has no patch keys.  In training with dropout the
-    batch also has `dropout_keys` [B, 2] uint32, a random key for each row.
+    batch also has `dropout_keys` [B, 2] uint32, a random key for each row; in training with experts also
+    `targets_per_token`, a scalar (`StepTokens`).
     """
 
     def __init__(
@@ -31,10 +34,11 @@ class VisionLanguageModel(nnx.Module):
         encoder_segments: Segments | None = None,
         decoder_policies: Policies = KEEP_ALL,
         encoder_policies: Policies = KEEP_ALL,
-        decoder_layer_order: tuple[int, ...] | None = None,
+        decoder_layer_order: LayerOrder | None = None,
         decoder_placement: Placement = SINGLE_DEVICE,
         encoder_placement: Placement = SINGLE_DEVICE,
         fused_loss: LinearCrossEntropy | None = None,
+        experts: ExpertsRun | None = None,
     ):
         self.has_encoder = config.encoder is not None
         if config.encoder is not None:
@@ -59,6 +63,7 @@ class VisionLanguageModel(nnx.Module):
             rngs=rngs,
             layer_order=decoder_layer_order,
             fused_loss=fused_loss,
+            experts=experts or on_one_device(config.decoder),
         )
 
     def encode(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
@@ -81,6 +86,7 @@ class VisionLanguageModel(nnx.Module):
             deepstack_JBND,
             visual_index_BS,
             batch.get("dropout_keys"),
+            targets_per_token=batch.get("targets_per_token"),
         )
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,9 @@ Each strategy shards what the one before it does, and more (ZeRO 1, 2 and 3; Raj
 | optim_grads | sums of gradients too | a reduce-scatter for each layer and microbatch | one a step |
 | optim_grads_params | compute weights too, frozen ones as well | the same | each layer, forward and backward |
 
+Experts that are shared out over data parallel ranks are whole at each of them: what is said of the ranks holds, for
+their weights, of the others, which have the same experts.
+
 A matrix is cut along one of its dimensions; along its stack of layers only with optim, because with the others a layer
 is gathered, or its gradient scattered, by itself.
 Norms, biases and adapters are small, and stay whole.  What all stages share, and sum their gradients of, is cut over
@@ -25,9 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxforge.cluster.mesh import DATA_AXES, STAGE, large_axes
+from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.config.errors import ConfigError
 from jaxforge.models.lora import is_adapter
+from jaxforge.models.moe import is_router_state
 from jaxforge.ops.sharded_weight import ShardedWeight, differentiable, whole
 from jaxforge.optim.paths import decays, join, parameter_paths, split
 
@@ -64,7 +68,7 @@ class DataSharding:
       strategy: the config's word.
       scatters_with_last: whether the sums of all microbatches are reduced and scattered layer by layer in the backward
         pass of the last one, instead of after it; with optim.
-      data_axes: the data parallel axes of more than one device.
+      data_axes: the data parallel axes of more than one device, over which all have different rows.
       stage_axes: ("stage",), or () without a pipeline.
       is_summed_over_stages: whether each stage finds a part of a parameter's gradient, by the parameter's path.
       cuts: by path; a parameter without one stays whole.
@@ -78,6 +82,11 @@ class DataSharding:
     is_summed_over_stages: Callable[[str], bool]
     cuts: Mapping[str, Cut]
     layouts: Mapping[str, NamedSharding]
+
+    def axes_of(self, path: str) -> tuple[str, ...]:
+        """Those of the data axes along which a parameter is the same, and its gradients are summed."""
+        own = _axes_of(self.layouts[path].spec)
+        return tuple(axis for axis in self.data_axes if axis not in own)
 
     @property
     def scatters_at_once(self) -> bool:
@@ -93,31 +102,43 @@ class DataSharding:
 
     def trainable_shardings(self, tree: Tree) -> Tree:
         """NamedShardings of masters, optimizer state and reduced gradients: a tree like `tree`, by its paths."""
-        return jax.tree.map(lambda path: self._laid_out(path, self.gradient_spec), parameter_paths(tree))
+        return jax.tree.map(lambda path: self._laid_out(path, self._gradient_spec), parameter_paths(tree))
 
     def frozen_shardings(self, tree: Tree) -> Tree:
         """NamedShardings of parameters that don't train."""
-        return jax.tree.map(lambda path: self._laid_out(path, self.weight_spec), parameter_paths(tree))
+        return jax.tree.map(lambda path: self._laid_out(path, self._weight_spec), parameter_paths(tree))
 
     def cast(self, trainable: Tree, dtype: jnp.dtype) -> Tree:
         """Compute weights of fp32 masters.  What is gathered afterwards is gathered in `dtype`."""
         weights = jax.tree.map(lambda master: master.astype(dtype), trainable)
         return lax.with_sharding_constraint(weights, self.trainable_shardings(weights)) if self.cuts else weights
 
-    def weight_spec(self, path: str, spec: PartitionSpec) -> PartitionSpec:
-        """How a compute weight enters the region, from how it would if nothing were sharded."""
-        cut = self.cuts.get(path)
-        return cut.spec(spec, self.data_axes) if cut and self.gathers_layers else spec
+    def weight_specs(self, tree: Tree) -> Tree:
+        """Over which manual axes compute weights enter the region: a tree like `tree`, by its paths."""
+        return jax.tree.map(lambda path: self._weight_spec(path, self._manual_spec(path)), parameter_paths(tree))
 
-    def gradient_spec(self, path: str, spec: PartitionSpec) -> PartitionSpec:
-        """How its gradient leaves the region, likewise."""
+    def gradient_specs(self, tree: Tree) -> Tree:
+        """Over which their gradients leave it, likewise."""
+        return jax.tree.map(lambda path: self._gradient_spec(path, self._manual_spec(path)), parameter_paths(tree))
+
+    def _weight_spec(self, path: str, spec: PartitionSpec) -> PartitionSpec:
+        """A compute weight's, from what it would be if nothing were sharded over data parallel ranks."""
+        cut = self.cuts.get(path)
+        return cut.spec(spec, self.axes_of(path)) if cut and self.gathers_layers else spec
+
+    def _gradient_spec(self, path: str, spec: PartitionSpec) -> PartitionSpec:
         cut = self.cuts.get(path)
         return cut.spec(spec, cut.axes) if cut else spec
+
+    def _manual_spec(self, path: str) -> PartitionSpec:
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in self.layouts[path].spec)
+        manual = (tuple(axis for axis in entry if axis in MANUAL_AXES) for entry in entries)
+        return PartitionSpec(*(axes or None for axes in manual))
 
     def loop_layout(self, path: str) -> NamedSharding:
         """How a gradient that is scattered at once is summed: over the data parallel axes alone."""
         layout, cut = self.layouts[path], self.cuts.get(path)
-        data = self.data_axes if self.scatters_at_once else ()
+        data = self.axes_of(path) if self.scatters_at_once else ()
         return NamedSharding(layout.mesh, cut.spec(layout.spec, data)) if cut and data else layout
 
     # Inside of it.
@@ -144,7 +165,7 @@ class DataSharding:
 
     def frozen(self, weights: Tree) -> Tree:
         """Weights that don't."""
-        return self._sharded(weights, lambda weight, cut: None) if self.gathers_layers else weights
+        return self._sharded(weights, lambda path, weight, cut: None) if self.gathers_layers else weights
 
     def reduced(self, gradients: Tree) -> Tree:
         """Gradients summed over all that found a part of them, laid out by `gradient_spec`.
@@ -157,11 +178,12 @@ class DataSharding:
     def _reduced(self, path: str, gradient: jax.Array) -> jax.Array:
         stages = self.stage_axes if self.is_summed_over_stages(path) else ()
         cut = self.cuts.get(path)
+        data_axes = self.axes_of(path)
         if cut is None:
-            axes = stages + self.data_axes
+            axes = stages + data_axes
             return lax.psum(gradient, axes) if axes else gradient
-        if self.data_axes and not (self.scatters_at_once or self.scatters_with_last):
-            gradient = lax.psum_scatter(gradient, self.data_axes, scatter_dimension=cut.dim, tiled=True)
+        if data_axes and not (self.scatters_at_once or self.scatters_with_last):
+            gradient = lax.psum_scatter(gradient, data_axes, scatter_dimension=cut.dim, tiled=True)
         if not stages:
             return gradient
         if STAGE in cut.axes:
@@ -173,7 +195,7 @@ class DataSharding:
         return NamedSharding(layout.mesh, spec_of(path, layout.spec))
 
     def _sharded(
-        self, weights: Tree, carrier_of: Callable[[jax.Array, Cut], jax.Array | None], pending: Tree = None
+        self, weights: Tree, carrier_of: Callable[[str, jax.Array, Cut], jax.Array | None], pending: Tree = None
     ) -> Tree:
         """Sharded weights in the place of those that are cut; `pending`, if it is given, is a tree like `weights`."""
 
@@ -181,14 +203,14 @@ class DataSharding:
             cut = self.cuts.get(path)
             if cut is None:
                 return weight
-            carrier, dim = carrier_of(weight, cut), cut.dim - cut.ndim
-            return ShardedWeight(weight, carrier, self.data_axes, dim, self.gathers_layers, pending)
+            carrier, dim = carrier_of(path, weight, cut), cut.dim - cut.ndim
+            return ShardedWeight(weight, carrier, self.axes_of(path), dim, self.gathers_layers, pending)
 
         trees = (weights,) if pending is None else (weights, pending)
         return jax.tree.map(one, parameter_paths(weights), *trees)
 
-    def _carrier(self, weight: jax.Array, cut: Cut) -> jax.Array:
-        parts = 1 if self.gathers_layers else lax.axis_size(self.data_axes)
+    def _carrier(self, path: str, weight: jax.Array, cut: Cut) -> jax.Array:
+        parts = 1 if self.gathers_layers else lax.axis_size(self.axes_of(path))
         shape = (size // parts if dim == cut.dim else size for dim, size in enumerate(weight.shape))
         return jnp.zeros(tuple(shape), jnp.float32)
 
@@ -218,18 +240,25 @@ def data_sharding(
     layouts = {path: leaf.sharding for path, leaf in leaves.items()}
     cuts: dict[str, Cut] = {}
     if strategy != "no_shard":
-        choices = {
-            path: (data_axes + stage_axes, data_axes) if is_summed_over_stages(path) else (data_axes,)
-            for path in leaves
-            if decays(path) and not is_adapter(path)
-        }
+        choices = {}
+        for path, leaf in leaves.items():
+            if decays(path) and not is_adapter(path) and not is_router_state(path):
+                own = _axes_of(leaf.sharding.spec)
+                axes = tuple(axis for axis in data_axes if axis not in own)
+                choices[path] = (axes + stage_axes, axes) if is_summed_over_stages(path) else (axes,)
         cuts_stacks = strategy == "optim" and not overlap_grad_reduce
         found = {path: _cut(leaves[path], mesh, axes, _first(path, cuts_stacks)) for path, axes in choices.items()}
         cuts = {path: cut for path, cut in found.items() if cut is not None}
         if data_axes:
-            _check(strategy, mesh, leaves, [path for path in found if path not in cuts])
+            # of experts that all data parallel ranks share out, each has one
+            _check(strategy, mesh, leaves, [path for path in found if path not in cuts and any(choices[path])])
     with_last = overlap_grad_reduce and strategy == "optim" and bool(data_axes)
     return DataSharding(strategy, with_last, data_axes, stage_axes, is_summed_over_stages, cuts, layouts)
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    """All mesh axes of a spec."""
+    return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None}
 
 
 def _first(path: str, cuts_stacks: bool) -> int:

@@ -10,7 +10,7 @@ from jaxforge.parallel.pipeline.pieces import Parts
 def decoder_parts(decoder: Decoder) -> Parts:
     """The pieces of an abstract decoder; `visual` is a table as `EncoderPhase` makes it, or None."""
     placement = decoder.placement
-    layer_graph = nnx.graphdef(decoder.layers)
+    layer_graphs = {name: nnx.graphdef(decoder.only(name)) for name in ("mlp", "moe") if hasattr(decoder.layers, name)}
     ends_graph = nnx.graphdef(_without(decoder, "layers"))
     layers_graph = nnx.graphdef(_without(decoder, "embedding_VD", "final_norm", "head_VD"))
 
@@ -22,11 +22,13 @@ def decoder_parts(decoder: Decoder) -> Parts:
 
     def shared(microbatch):
         segments = decoder.row_segments(microbatch["segment_ids"])
-        return decoder.angles(microbatch["positions"]), segments, microbatch.get("dropout_keys")
+        tokens = decoder.step_tokens(microbatch["segment_ids"], microbatch.get("targets_per_token"))
+        return decoder.angles(microbatch["positions"]), segments, microbatch.get("dropout_keys"), tokens
 
     def layer(weights, x_BSD, shared, number):
-        angles_BSR, segments, dropout_keys_B2 = shared
-        return nnx.merge(layer_graph, weights)(x_BSD, angles_BSR, segments, number, dropout_keys_B2)
+        angles_BSR, segments, dropout_keys_B2, tokens = shared
+        one = nnx.merge(layer_graphs["moe" if "moe" in weights else "mlp"], weights)
+        return one(x_BSD, angles_BSR, segments, number, dropout_keys_B2, tokens)
 
     def layers(weights, x_BSD, visual, microbatch):
         return nnx.merge(layers_graph, {"layers": weights}).run_layers(
@@ -37,6 +39,7 @@ def decoder_parts(decoder: Decoder) -> Parts:
             microbatch.get("visual_index"),
             microbatch.get("dropout_keys"),
             table_rows,
+            microbatch.get("targets_per_token"),
         )
 
     def add_feature(visual, x_BSD, microbatch, number):

@@ -17,11 +17,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.data.rows import PATCH_KEYS
 from jaxforge.ops.sharded_weight import differentiable, whole
-from jaxforge.optim.paths import join, parameter_paths
+from jaxforge.optim.paths import join
 from jaxforge.parallel.data import DataSharding
 from jaxforge.parallel.encoder import ENCODER_MODULES, EncoderPhase
 from jaxforge.parallel.microbatch_loss import FusedLoss, PlainLoss, step_sums
-from jaxforge.parallel.pipeline.choice import lies_over_stages
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Weights, no_gradient
 
@@ -40,8 +39,9 @@ class Phases:
       encoder: the encoder's phase, or None for a language model.
       count: patch and text arrays of this rank's rows -> counts to be summed over data parallel ranks; of these,
         "images" differ between stages where these encode different ones.
+      with_counts: (text arrays, trainable parameters, global counts) -> text arrays with what layers need of them.
+      per_target: (gradients, global counts) -> gradients of the mean loss.
       z_loss_coefficient: weight of the squared log-sum-exp.
-      vocabulary_lies_over_stages: whether each stage holds a part of embedding and head.
     """
 
     mesh: Mesh
@@ -50,21 +50,20 @@ class Phases:
     pipeline: Callable[[int], Pipeline] | None
     encoder: EncoderPhase | None
     count: Callable[[Tree], dict[str, jax.Array]]
+    with_counts: Callable[[Tree, Tree, dict[str, jax.Array]], Tree]
+    per_target: Callable[[Tree, dict[str, jax.Array]], Tree]
     z_loss_coefficient: float
-    vocabulary_lies_over_stages: bool
 
     def gradients(self, trainable: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """(gradients, sums) as `make_gradients` gives them; parameters are in the compute dtype."""
-        weight_spec, gradient_spec = self.sharding.weight_spec, self.sharding.gradient_spec
-        in_specs = (
-            self._specs(trainable, weight_spec), self._specs(frozen, weight_spec), self._batch_specs(batch)
-        )
-        out_specs = (self._specs(trainable, gradient_spec), PartitionSpec())
+        specs = self.sharding.weight_specs
+        in_specs = (specs(trainable), specs(frozen), self._batch_specs(batch))
+        out_specs = (self.sharding.gradient_specs(trainable), PartitionSpec())
         return self._over_mesh(self._gradients, in_specs, out_specs)(trainable, frozen, batch)
 
     def scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(loss sum, target tokens, predicted tokens [M, B, S]) as `make_scoring` gives them."""
-        in_specs = (self._specs(parameters, self.sharding.weight_spec), self._batch_specs(batch))
+        in_specs = (self.sharding.weight_specs(parameters), self._batch_specs(batch))
         out_specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(None, DATA_AXES))
         return self._over_mesh(self._scores, in_specs, out_specs)(parameters, batch)
 
@@ -73,17 +72,16 @@ class Phases:
         layers, ends = _decoder_weights(trainable, frozen)
         encoder = Weights(*(_encoder_modules(tree) for tree in (trainable, frozen)))
         text, patches = self._text_and_patches(batch)
+        counts = self._counts(batch)
+        text = self.with_counts(text, trainable, counts)
         visual = self.encoder.forward(join(*encoder), patches) if self.encoder else None
         found = self._decoder_gradients(layers, ends, visual, text)
         decoder = found.ends | ({"layers": found.layers} if layers.trainable else {})
         sums = {"decoder": decoder} if decoder else {}
         if self.encoder and encoder.trainable:
             sums = sums | self.encoder.backward(*encoder, patches, found.visual)
-        sums = self.sharding.reduced(sums)
-        counts = self._counts(batch)
         loss, z = self._sum((found.loss, found.z), (STAGE, *DATA_AXES))
-        targets = jnp.maximum(counts["target_tokens"], 1)
-        return jax.tree.map(lambda g: g / targets, sums), {"loss": loss, "z": z} | counts
+        return self.per_target(self.sharding.reduced(sums), counts), {"loss": loss, "z": z} | counts
 
     def _scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
         parameters = self.sharding.frozen(parameters)
@@ -166,15 +164,6 @@ class Phases:
         divided = self.encoder.divided_axes if self.encoder else ()
         patch_axes = (*DATA_AXES, STAGE) if STAGE in divided else DATA_AXES
         return {key: PartitionSpec(None, patch_axes if key in PATCH_KEYS else DATA_AXES) for key in batch}
-
-    def _specs(self, tree: Tree, spec_of: Callable[[str, PartitionSpec], PartitionSpec]) -> Tree:
-        """Over which manual axes parameters, or their gradients, are sharded."""
-
-        def spec(path):
-            over_stages = lies_over_stages(path, self.vocabulary_lies_over_stages)
-            return spec_of(path, PartitionSpec(STAGE) if over_stages else PartitionSpec())
-
-        return jax.tree.map(spec, parameter_paths(tree))
 
     def _over_mesh(self, f: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
         return jax.shard_map(

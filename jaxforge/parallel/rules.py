@@ -6,26 +6,35 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxforge.cluster.mesh import STAGE, TENSOR_AXES
+from jaxforge.cluster.mesh import EXPERT, STAGE, TENSOR_AXES
 from jaxforge.ops.placement import Placement
 
 SHARDED_OVER_TENSOR = ("heads", "kv_heads", "ffn", "vocab", "width")
 
 
-def decoder_placement(sequence_parallel: bool, visual_rows_are_divided: bool = False) -> Placement:
+def decoder_placement(
+    sequence_parallel: bool, visual_rows_are_divided: bool = False, experts_are_over_tensor: bool = False
+) -> Placement:
     """The decoder's view: everything that tensor parallelism shards lies over both tensor axes.
 
-    `visual_rows_are_divided`: whether the table of visual tokens is, because its devices have made parts of it.
+    Args:
+      visual_rows_are_divided: whether the table of visual tokens is, because its devices have made parts of it.
+      experts_are_over_tensor: whether the tensor group shares the experts out, instead of cutting each by its width.
     """
-    names = [*SHARDED_OVER_TENSOR]
+    names = [*SHARDED_OVER_TENSOR, "expert_tokens", "tensor_experts" if experts_are_over_tensor else "expert_ffn"]
     names += ["residual_sequence"] * sequence_parallel + ["visual_rows"] * visual_rows_are_divided
     rules = (*((name, TENSOR_AXES) for name in names), ("layers", (STAGE,)))
     return Placement(rules, TENSOR_AXES)
 
 
-def vocabulary_over_stages(placement: Placement) -> Placement:
-    """The decoder's view of its parameters where embedding and head lie over stage as well as tensor."""
-    rules = dict(placement.rules) | {"vocab": (STAGE, *TENSOR_AXES)}
+def of_parameters(placement: Placement, vocabulary_is_over_stages: bool) -> Placement:
+    """The decoder's view of its parameters, which lie over axes that are manual while a step computes, too.
+
+    `vocabulary_is_over_stages`: whether embedding and head lie over stage as well as tensor.
+    """
+    rules = dict(placement.rules) | {"experts": (EXPERT, *placement.axes("tensor_experts"))}
+    if vocabulary_is_over_stages:
+        rules["vocab"] = (STAGE, *TENSOR_AXES)
     return Placement(tuple(rules.items()), placement.manual_axes)
 
 

@@ -165,7 +165,7 @@ def _layers_at_once(config: Config, part: str, microbatches: int) -> tuple[int, 
     stages = pipeline_layout(config) if part == "decoder" else None
     if stages is not None:
         slots = unit_slots(schedule_of(stages, microbatches), stage_units(config, stages))
-        kept = sum(of_kind.num_slots for (_, is_recomputed), of_kind in slots.items() if not is_recomputed)
+        kept = sum(of_kind.num_slots for kind, of_kind in slots.items() if not kind.is_recomputed)
         return kept, sum(of_kind.num_slots for of_kind in slots.values()) - kept
     group, _ = recompute_group(config, part)
     segments = recompute_segments(group, getattr(config.model, part).num_layers)

@@ -5,11 +5,17 @@ import os
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jaxforge.cluster.mesh import EXPERT, TENSOR_AXES, axes_crossing_nodes, large_axes
+from jaxforge.config.derived import experts_are_over_tensor
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
+from jaxforge.models.moe import ExpertsRun
+from jaxforge.ops.expert_dispatch import Dispatcher
 from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy, vocab_splits
 from jaxforge.ops.placement import Placement
+from jaxforge.ops.routing import RouterLosses
 from pallas_kernels.flash_attention import HeadTooWide
 
 
@@ -47,6 +53,37 @@ def make_fused_loss(config: Config, placement: Placement, platform: str) -> Line
         backend="triton" if platform == "gpu" else "reference",
         forward_split=loss.lce_fwd_vocab_split_size or forward,
         backward_split=loss.lce_bwd_vocab_split_size or backward,
+    )
+
+
+def make_experts_run(config: Config, mesh: Mesh, platform: str) -> ExpertsRun | None:
+    """How the decoder's experts are computed on a mesh; None where it has none."""
+    decoder, moe = config.model.decoder, config.moe
+    if decoder.num_experts is None:
+        return None
+    tensor = large_axes(mesh, TENSOR_AXES)
+    over_tensor = experts_are_over_tensor(config)
+    axes = large_axes(mesh, (EXPERT,)) + (tensor if over_tensor else ())
+    losses = RouterLosses(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff)
+    backend = "pallas" if platform == "gpu" else "xla"
+    dispatcher = Dispatcher(
+        moe.moe_token_dispatcher_type or "alltoall",
+        decoder.num_experts,
+        axes,
+        node_axes=tuple(axis for axis in axes if axes_crossing_nodes(mesh)[axis]),
+        capacity_factor=moe.moe_expert_capacity_factor,
+        drop_policy=moe.moe_token_drop_policy,
+        buffer_factor=moe.moe_buffer_factor,
+        uses_ragged_exchange=platform == "gpu",
+        overlap=config.parallel.overlap_moe_expert_parallel_comm,
+        backend=backend if moe.moe_permute_fusion else "xla",
+    )
+    return ExpertsRun(
+        dispatcher,
+        losses,
+        backend=backend,
+        sliced_axes=() if over_tensor else tensor,
+        token_axes=tensor if over_tensor else (),
     )
 
 

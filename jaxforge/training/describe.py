@@ -8,7 +8,7 @@ import jax
 from jaxforge.cluster import MeshLayout, describe
 from jaxforge.config import Config
 from jaxforge.config.derived import encoder_devices, encoder_tensor_parallel_size, vocabulary_is_over_stages
-from jaxforge.parallel.pipeline.choice import num_parameters, pipeline_layout
+from jaxforge.parallel.pipeline.choice import layer_order, num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes
 from jaxforge.training.evaluation import Evaluation
 from jaxforge.training.program import Program, bytes_per_device
@@ -46,10 +46,10 @@ def describe_encoder(config: Config) -> str:
 def describe_state(config: Config, program: Program) -> str:
     """Parameters by part, and the bytes of state on each device."""
     parts: dict[str, int] = {}
-    layout = pipeline_layout(config)
+    order = layer_order(config)
     for kind in ("trainable", "frozen"):
         for module, tree in program.abstract_state[kind].items():
-            parts[module] = parts.get(module, 0) + num_parameters({module: tree}, layout)
+            parts[module] = parts.get(module, 0) + num_parameters({module: tree}, order)
     held, in_host = (bytes_per_device(program.abstract_state, in_host=where) for where in (False, True))
     offloaded = f" and {gibibytes(in_host)} in host memory" if in_host else ""
     named = ", ".join(f"{module} {count / 1e6:.2f} M" for module, count in sorted(parts.items()))

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from jaxforge.checkpoint.manager import CheckpointManager
-from jaxforge.checkpoint.stored import LAYER_ORDER
+from jaxforge.checkpoint.stored import LAYER_ORDER, described_order
 from jaxforge.cluster import MeshLayout, build_mesh, detect, initialize, peak_flops, simulate_devices
 from jaxforge.config import Config, ConfigError, resolve, to_yaml, validate, value_origins
 from jaxforge.config.derived import num_microbatches
@@ -311,7 +311,7 @@ class _Run:
             "jax_version": jax.__version__,
             "base": self.base,
             "data": self._data_fingerprint(),
-            LAYER_ORDER: layer_order(pipeline_layout(self.config)),
+            LAYER_ORDER: described_order(layer_order(self.config)),
         }
         saved = self.program.saved(state)
         (self.checkpoints.save if is_last else self.checkpoints.maybe_save)(step, saved, metadata)

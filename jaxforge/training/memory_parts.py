@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -9,9 +10,10 @@ import numpy as np
 
 from jaxforge.config.derived import padded_vocab_size, vocabulary_is_over_stages
 from jaxforge.config.schema import Config
+from jaxforge.models.layer_order import FEED_FORWARDS, is_in_stacks, stack_of
 from jaxforge.ops.linear_cross_entropy import CHUNK_BYTES
 from jaxforge.optim.paths import parameter_paths, split
-from jaxforge.parallel.pipeline.choice import is_over_stages, pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.choice import pipeline_layout, stage_units
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.training.activation_costs import ActivationCost
 from jaxforge.training.backends import compute_dtype
@@ -63,7 +65,7 @@ def memory_parts(
     compute_weights = _compute_weight_bytes(config, program, stages)
     activations, logits = sum(cost.device_bytes for cost in costs), _logits_bytes(config)
     return MemoryParts(
-        parameters=bytes_per_device((state["trainable"], state["frozen"])),
+        parameters=bytes_per_device((state["trainable"], state["frozen"], state.get("router"))),
         optimizer=bytes_per_device((state["optimizer"], state["step"])),
         batch=bytes_per_device(batch),
         gradients=gradients,
@@ -127,12 +129,16 @@ def _found_at_once(config: Config, program: Program, stages: PipelineLayout | No
 
 def _found_of(config: Config, program: Program, tree: Tree, stages: PipelineLayout | None) -> int:
     """Numbers of the largest unit of layers, and of everything beside the decoder's layers."""
-    layers, others = split(tree, is_over_stages)
-    slots, unit = config.model.decoder.num_layers, 1
+    layers, others = split(tree, is_in_stacks)
+    unit = 1
     if stages is not None:
-        slots = stages.slots_per_rank
         unit = max(unit.num_layers for units in stage_units(config, stages) for unit in units)
-    return _numbers(program, layers) // slots * unit + _numbers(program, others)
+    of_stacks: Counter[str] = Counter()
+    for path, leaf in zip(jax.tree.leaves(parameter_paths(layers)), jax.tree.leaves(layers), strict=True):
+        places, *layer = program.sharding.layouts[path].shard_shape(leaf.shape)
+        of_stacks[stack_of(path)] += math.prod(layer) * min(unit, places)
+    # a layer has one of its feed-forwards
+    return of_stacks["layers"] + max(of_stacks[name] for name in FEED_FORWARDS) + _numbers(program, others)
 
 
 def _numbers(program: Program, tree: Tree, *, in_parts: bool = False) -> int:

@@ -18,7 +18,7 @@ from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.schedule import make_schedule
 from jaxforge.parallel.pipeline.vocabulary import Vocabulary
 from jaxforge.parallel.stage_sums import is_cpu
-from jaxforge.training.step import count_tokens
+from jaxforge.training.step import count_tokens, per_target, with_targets_per_token
 
 
 def divided_axes(config: Config) -> tuple[str, ...]:
@@ -64,6 +64,7 @@ def make_phases(
             layout,
             schedule,
             units,
+            has_experts=model.decoder.has_experts,
             policies=model.decoder.policies,
             z_loss_coefficient=z_loss_coefficient,
             vocabulary=vocabulary,
@@ -76,8 +77,9 @@ def make_phases(
         pipeline=pipeline if layout is not None else None,
         encoder=_encoder_phase(config, model, mesh, divided) if model.has_encoder else None,
         count=count_tokens,
+        with_counts=with_targets_per_token,
+        per_target=per_target,
         z_loss_coefficient=z_loss_coefficient,
-        vocabulary_lies_over_stages=vocabulary is not None,
     )
 
 

@@ -25,7 +25,7 @@ from jaxforge.cluster import (
 from jaxforge.config import Config, ConfigError, resolve, validate
 from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
 from jaxforge.data.batches import BatchLayout
-from jaxforge.parallel.pipeline.choice import num_parameters, pipeline_layout
+from jaxforge.parallel.pipeline.choice import layer_order, num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.picture import MemoryBar, draw_schedule
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes, in_flight, schedule_of
@@ -193,7 +193,7 @@ def plan(
         pipeline=_pipeline(config, stages, microbatches),
         memory_parts=parts,
         reserve_bytes=RESERVE_BYTES,
-        num_parameters=sum(num_parameters(state[kind], stages) for kind in ("trainable", "frozen")),
+        num_parameters=sum(num_parameters(state[kind], layer_order(config)) for kind in ("trainable", "frozen")),
         activations=costs,
         advice=[] if fits else changes_that_free_most(config, cluster.num_devices, program_of),
     )

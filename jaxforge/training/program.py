@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxforge.cluster.xla_flags import overlap_options
+from jaxforge.cluster.xla_flags import exchange_options, overlap_options
 from jaxforge.config.activations import model_parts
-from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
+from jaxforge.config.derived import experts_are_over_tensor, num_microbatches, vocabulary_is_over_stages
 from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.schema import Config, MemoryConfig
 from jaxforge.data.batches import batch_sharding
@@ -25,6 +25,7 @@ from jaxforge.memory.policy import layer_policies
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
 from jaxforge.models.lora import add_adapters, is_adapter, trained_patterns
+from jaxforge.models.moe import ExpertsRun, is_router_state, is_statistics
 from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 from jaxforge.ops.placement import SINGLE_DEVICE, Placement
 from jaxforge.optim import make_optimizer, split_trainable
@@ -34,21 +35,22 @@ from jaxforge.optim.paths import join, parameter_paths, split
 from jaxforge.parallel.data import DataSharding, data_sharding
 from jaxforge.parallel.encoder import encoder_placement
 from jaxforge.parallel.microbatch_loss import FusedLoss, PlainLoss
-from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
+from jaxforge.parallel.pipeline.choice import layer_order
 from jaxforge.parallel.rules import (
     decoder_placement,
     logical_axes,
+    of_parameters,
     parameter_shardings,
     replicated,
-    vocabulary_over_stages,
 )
 from jaxforge.training.activation_costs import (
     ActivationCost,
     activation_costs,
     refuse_a_size_that_nothing_reaches,
 )
-from jaxforge.training.backends import attention_backend, compute_dtype, make_fused_loss
+from jaxforge.training.backends import attention_backend, compute_dtype, make_experts_run, make_fused_loss
 from jaxforge.training.phases import divided_axes, is_summed_over_stages, make_phases
+from jaxforge.training.router_state import next_router, router_metrics
 from jaxforge.training.step import apply_gradients, cast, make_gradients, make_scoring
 
 Tree = Any
@@ -62,10 +64,12 @@ class Program:
       mesh: the devices.
       sharding: what is sharded over data parallel ranks.
       abstract_state: shapes, dtypes and shardings of the state: nested dict with "trainable" parameters (fp32),
-        "frozen" ones (in the compute dtype: no update needs more), "optimizer", and "step" (int32, completed steps).
+        "frozen" ones (in the compute dtype: no update needs more), "optimizer", "step" (int32, completed steps) and,
+        with experts, "router" (fp32; what routers keep beside weights).
         Masters and moments may lie in host memory (`memory.optimizer_cpu_offload`); then no device holds all of them
         while a step runs.
-      abstract_base: of all parameters but the adapters, together, as the state has them, but none in host memory.
+      abstract_base: of all parameters but adapters and routers' statistics, together, as the state has them, but none
+        in host memory.
       has_adapters: whether adapters train (`config.lora`), and the base stays as it was given.
       batch_sharding: of every array [M, B, ...] of a batch; `BatchLayout` knows those of divided patch arrays too.
       initialise: seed -> state, computed straight into its shards.
@@ -74,7 +78,8 @@ class Program:
         but then need memory twice.
       train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
       score: (state, batch) -> (loss sum, target tokens, predicted next tokens [M, B, S]).
-      gradients: (parameters, batch) -> (gradients, sums), before any optimizer; for tests and measurements.
+      gradients: (parameters, batch) -> (gradients, sums), before any optimizer; for tests and measurements.  Statistics
+        of routers are among the gradients, as sums over the step.
       activation_costs: () -> what each activation of a layer takes, traced when it is called.
     """
 
@@ -119,6 +124,7 @@ def make_model(
     rngs: nnx.Rngs,
     placements: dict[str, Placement] | None = None,
     fused_loss: LinearCrossEntropy | None = None,
+    experts: ExpertsRun | None = None,
 ):
     """The model of a config, adapters included; with `placements` (of "encoder", "decoder") laid out over a mesh."""
     model = config.model
@@ -131,9 +137,10 @@ def make_model(
         rngs=rngs,
         backend=backend,
         decoder_segments=recompute_segments(config.memory, model.decoder.num_layers),
-        decoder_layer_order=layer_order(pipeline_layout(config)),
+        decoder_layer_order=layer_order(config),
         encoder_segments=recompute_segments(model.encoder, model.encoder.num_layers) if model.encoder else None,
         fused_loss=fused_loss,
+        experts=experts,
         **by_part,
     )
     add_adapters(made, config.lora, rngs)
@@ -145,18 +152,26 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     divided = divided_axes(config)
     placements = {
         "encoder": encoder_placement(divided),
-        "decoder": decoder_placement(config.parallel.sequence_parallel, bool(divided)),
+        "decoder": decoder_placement(
+            config.parallel.sequence_parallel, bool(divided), experts_are_over_tensor(config)
+        ),
     }
     dtype = compute_dtype(config, platform)
     fused_loss = make_fused_loss(config, placements["decoder"], platform)
     make = functools.partial(
-        make_model, config, attention_backend(config, platform), placements=placements, fused_loss=fused_loss
+        make_model,
+        config,
+        attention_backend(config, platform),
+        placements=placements,
+        fused_loss=fused_loss,
+        experts=make_experts_run(config, mesh, platform),
     )
     model = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graph, abstract = nnx.split(model)
-    by_module = placements | {"projector": placements["encoder"]}
-    if vocabulary_is_over_stages(config):
-        by_module["decoder"] = vocabulary_over_stages(placements["decoder"])
+    by_module = placements | {
+        "projector": placements["encoder"],
+        "decoder": of_parameters(placements["decoder"], vocabulary_is_over_stages(config)),
+    }
     shardings = parameter_shardings(logical_axes(abstract), mesh, by_module)
     shapes = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -170,12 +185,12 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         functools.partial(is_summed_over_stages, config),
         config.parallel.overlap_grad_reduce,
     )
-    _, base = split(shapes, is_adapter)
+    _, base = split(shapes, lambda path: is_adapter(path) or is_router_state(path))
     base_paths = jax.tree.leaves(parameter_paths(base))
     only = trained_patterns(config.lora, config.optimizer.freeze, base_paths)
 
     def trainable_and_frozen(parameters):
-        return split_trainable(parameters, config.optimizer.freeze, only)
+        return split_trainable(split(parameters, is_router_state)[1], config.optimizer.freeze, only)
 
     trainable, frozen = trainable_and_frozen(shapes)
     trainable = jax.tree.map(
@@ -193,8 +208,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         return state_from(initial_parameters(seed))
 
     def initial_state_from(base, seed):
-        adapters, _ = split(initial_parameters(seed), is_adapter)
-        return state_from(join(base, adapters))
+        others, _ = split(initial_parameters(seed), lambda path: is_adapter(path) or is_statistics(path))
+        return state_from(join(base, others))
 
     def initial_parameters(seed):
         return nnx.to_pure_dict(nnx.split(make(nnx.Rngs(params=jax.random.key(seed))))[1])
@@ -202,12 +217,14 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def state_from(parameters):
         trainable, frozen = trainable_and_frozen(parameters)
         trainable = cast(trainable, jnp.dtype(jnp.float32))
-        return {
+        state = {
             "trainable": trainable,
             "frozen": cast(frozen, dtype),
             "optimizer": optimizer.init(trainable),
             "step": jnp.zeros((), jnp.int32),
         }
+        router, _ = split(parameters, is_router_state)
+        return state | {"router": cast(router, jnp.dtype(jnp.float32))} if router else state
 
     everywhere = replicated(mesh)
 
@@ -225,6 +242,9 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         "optimizer": with_moments(jax.tree.map(on_mesh, optimizer_state), like_masters(mu), like_masters(nu)),
         "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
     }
+    router, _ = split(shapes, is_router_state)
+    if router:
+        abstract_state["router"] = router
     state_shardings = jax.tree.map(lambda shape: shape.sharding, abstract_state)
 
     def loss_of(parameters, microbatch):
@@ -249,25 +269,32 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def weights_of(masters):
         return sharding.cast(optimizer.cast_from_host(masters, dtype), dtype)
 
-    def gradients(trainable, frozen, batch):
+    def gradients(trainable, frozen, router, batch):
         # cast once, before the loop over microbatches
-        return gradients_of(weights_of(trainable), frozen, batch)
+        statistics, biases = split(router, is_statistics)
+        return gradients_of(join(weights_of(trainable), statistics), join(frozen, biases), batch)
 
     def scores(state, batch):
-        return scores_of(join(weights_of(state["trainable"]), state["frozen"]), batch)
+        frozen = join(state["frozen"], state.get("router", {}))
+        return scores_of(join(weights_of(state["trainable"]), frozen), batch)
 
     def train_step(state, batch):
         if config.model.decoder.hidden_dropout:
             batch = batch | {"dropout_keys": row_keys(config.train.seed, state["step"], batch["tokens"].shape[:2])}
-        grads, sums = gradients(state["trainable"], state["frozen"], batch)
+        grads, sums = gradients(state["trainable"], state["frozen"], state.get("router", {}), batch)
+        statistics, grads = split(grads, is_statistics)
         learning_rate = optimizer.learning_rate(state["optimizer"])
         next_state, metrics = apply_gradients(optimizer, state, grads, sums)
+        if statistics:
+            router = next_router(config.moe, state["router"], statistics, state["trainable"], metrics["is_finite"])
+            next_state = next_state | {"router": router}
+            metrics = metrics | router_metrics(router)
         return next_state, metrics | {"learning_rate": learning_rate}
 
     @jax.jit
     def all_gradients(parameters, batch):
         trainable, frozen = trainable_and_frozen(parameters)
-        return gradients(trainable, cast(frozen, dtype), batch)
+        return gradients(trainable, cast(frozen, dtype), split(parameters, is_router_state)[0], batch)
 
     def costs():
         alone = nnx.eval_shape(lambda: make_model(config, attention_backend(config, platform), nnx.Rngs(params=0)))
@@ -277,6 +304,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     if config.memory.min_offloaded_tensor_size is not None:
         refuse_a_size_that_nothing_reaches(config, costs())
 
+    exchanges = exchange_options(config, mesh, platform)
     # compiling these well would take longer than they run
     runs_once = {"xla_backend_optimization_level": 1}
     run_from_parts = jax.jit(
@@ -294,7 +322,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         mesh=mesh,
         sharding=sharding,
         abstract_state=abstract_state,
-        abstract_base=split(join(trainable, frozen), is_adapter)[1],
+        abstract_base=split(join(join(trainable, frozen), split(router, is_statistics)[1]), is_adapter)[1],
         has_adapters=has_adapters(config.lora),
         batch_sharding=batch_sharding(mesh),
         initialise=jax.jit(initial_state, out_shardings=state_shardings, compiler_options=runs_once),
@@ -303,10 +331,10 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
             train_step,
             donate_argnums=0,
             out_shardings=(state_shardings, everywhere),
-            compiler_options=compiler_options(config, platform) | overlap_options(config, platform),
+            compiler_options=compiler_options(config, platform) | overlap_options(config, platform) | exchanges,
         ),
         # replicated, so that every process can read every prediction
-        score=jax.jit(scores, out_shardings=everywhere),
+        score=jax.jit(scores, out_shardings=everywhere, compiler_options=exchanges),
         gradients=all_gradients,
         activation_costs=costs,
     )

@@ -114,9 +114,14 @@ def _thousands(value: float) -> str:
 
 
 def draw_pictures(rows: Rows, directory: Path) -> list[Path]:
-    """Draws loss.png, throughput.png and data_wait.png of a run's rows into `directory`; returns their paths."""
+    """Draws loss.png, throughput.png and data_wait.png of a run's rows into `directory`; returns their paths.
+
+    With experts also expert_load.png.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     drawings = {"loss.png": _draw_loss, "throughput.png": _draw_throughput, "data_wait.png": _draw_data_wait}
+    if curve(rows, "moe/load_max_mean").steps:
+        drawings["expert_load.png"] = _draw_expert_load
     for name, draw in drawings.items():
         _save(draw(rows), directory / name)
     return [directory / name for name in drawings]
@@ -177,6 +182,24 @@ def _draw_data_wait(rows: Rows) -> Figure:
     seconds = curve(rows, "step_seconds").values + curve(rows, "data_wait_seconds").values
     axes.set_ylim(0, max(1.15 * float(np.quantile(seconds, 0.98)), 1e-3) if seconds else 1)
     axes.legend(frameon=False)
+    return figure
+
+
+def _draw_expert_load(rows: Rows) -> Figure:
+    bias = curve(rows, "moe/bias_max")
+    labels = ["load of an expert / mean of its layer", "entropy (nats)"] + (["selection bias"] if bias.steps else [])
+    figure, panels = _figure(labels)
+    low, middle, high = (curve(rows, f"moe/load_p{percent}") for percent in (10, 50, 90))
+    panels[0].fill_between(low.steps, low.values, high.values, color=_FAINT, label="10th to 90th percentile")
+    panels[0].plot(*middle, color=_TRAIN, linewidth=1.5, label="median of all experts")
+    panels[0].plot(*curve(rows, "moe/load_max_mean"), color=_EVAL, linewidth=1.2, label="largest")
+    panels[0].axhline(1, color="#888888", linewidth=0.8)
+    panels[0].set_ylim(bottom=0)
+    panels[0].legend(frameon=False)
+    panels[1].plot(*curve(rows, "moe/entropy"), color=_TRAIN, linewidth=1.5)
+    if bias.steps:
+        lowest = curve(rows, "moe/bias_min")
+        panels[2].fill_between(bias.steps, lowest.values, bias.values, color=_FAINT)
     return figure
 
 

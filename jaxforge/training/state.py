@@ -12,9 +12,10 @@ from jaxforge.checkpoint.weights import MergedArrays, fingerprint, hf_folder, or
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 from jaxforge.models.lora import is_adapter
+from jaxforge.models.moe import is_statistics
 from jaxforge.optim.host_memory import moved
 from jaxforge.optim.paths import join, split
-from jaxforge.parallel.pipeline.choice import layer_order, pipeline_layout
+from jaxforge.parallel.pipeline.choice import layer_order
 from jaxforge.training.program import Program
 
 Tree = Any
@@ -36,7 +37,7 @@ def restored_state(
     Raises:
       ConfigError: as `CheckpointManager.restore`, or if the weights under the adapters aren't those of the run.
     """
-    restored = checkpoints.restore(program.saved(program.abstract_state), layer_order(pipeline_layout(config)))
+    restored = checkpoints.restore(program.saved(program.abstract_state), layer_order(config))
     if restored is None or not program.has_adapters:
         return restored
     step, saved, metadata = restored
@@ -77,9 +78,10 @@ def export_state(folder: Path, config: Config, state: Tree, source: Path | None)
 
 def state_arrays(config: Config, state: Tree) -> ArrayReader:
     """The weights of a state, adapters folded in."""
-    parameters = join(state["trainable"], state["frozen"])
+    biases = split(state.get("router", {}), is_statistics)[1]
+    parameters = join(join(state["trainable"], state["frozen"]), biases)
     adapters, base = split(parameters, is_adapter)
-    order = layer_order(pipeline_layout(config))
+    order = layer_order(config)
     if not adapters:
         return DeviceArrays(parameters, config.checkpoint.export_hf_dtype, order)
     return MergedArrays(DeviceArrays(base, "float32", order), DeviceArrays(adapters, "float32", order), config.lora)
@@ -87,7 +89,7 @@ def state_arrays(config: Config, state: Tree) -> ArrayReader:
 
 def _load(config: Config, program: Program, weights: ArrayReader) -> Tree:
     """The base parameters on the mesh."""
-    order = layer_order(pipeline_layout(config))
+    order = layer_order(config)
     if not config.checkpoint.init_allow_missing:
         return load(weights, program.abstract_base, order=order)
     random = program.initialise(config.train.seed)

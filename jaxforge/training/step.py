@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, large_axes
+from jaxforge.models.moe import is_statistics
 from jaxforge.ops.cross_entropy import IGNORE
 from jaxforge.ops.sharded_weight import differentiable
 from jaxforge.optim.optimizer import Optimizer
@@ -33,6 +34,8 @@ def make_gradients(loss: PlainLoss | FusedLoss, mesh: Mesh, sharding: DataShardi
 
     def local(trainable, frozen, batch):
         trainable, frozen = sharding.trained(trainable), sharding.frozen(frozen)
+        counts = lax.psum(count_tokens(batch), data_axes)
+        batch = with_targets_per_token(batch, trainable, counts)
 
         def parameters_of(trainable):
             return whole_but_layers(join(trainable, frozen))
@@ -40,16 +43,15 @@ def make_gradients(loss: PlainLoss | FusedLoss, mesh: Mesh, sharding: DataShardi
         zeros = jax.tree.map(lambda v: jnp.zeros_like(v, jnp.float32), differentiable(trainable))
         with_pending = sharding.with_pending if sharding.scatters_with_last else None
         grads, (loss_sum, z_sum) = step_sums(loss, trainable, parameters_of, batch, zeros, with_pending)
-        sums = lax.psum({"loss": loss_sum, "z": z_sum} | count_tokens(batch), data_axes)
-        grads = sharding.reduced(grads)
-        return jax.tree.map(lambda g: g / jnp.maximum(sums["target_tokens"], 1), grads), sums
+        sums = lax.psum({"loss": loss_sum, "z": z_sum}, data_axes) | counts
+        return per_target(sharding.reduced(grads), counts), sums
 
     def gradients(trainable, frozen, batch):
         mapped = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(_specs(sharding.weight_spec, trainable), _specs(sharding.weight_spec, frozen), ROWS),
-            out_specs=(_specs(sharding.gradient_spec, trainable), PartitionSpec()),
+            in_specs=(sharding.weight_specs(trainable), sharding.weight_specs(frozen), ROWS),
+            out_specs=(sharding.gradient_specs(trainable), PartitionSpec()),
             axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
@@ -58,8 +60,20 @@ def make_gradients(loss: PlainLoss | FusedLoss, mesh: Mesh, sharding: DataShardi
     return gradients
 
 
-def _specs(spec_of: Callable[[str, PartitionSpec], PartitionSpec], tree: Tree) -> Tree:
-    return jax.tree.map(lambda path: spec_of(path, PartitionSpec()), parameter_paths(tree))
+def per_target(gradients: Tree, counts: dict[str, jax.Array]) -> Tree:
+    """Sums over the step's tokens, divided by its target tokens; statistics of routers stay sums."""
+    targets = jnp.maximum(counts["target_tokens"], 1)
+    return jax.tree.map(
+        lambda path, g: g if is_statistics(path) else g / targets, parameter_paths(gradients), gradients
+    )
+
+
+def with_targets_per_token(batch: Tree, trained: Tree, counts: dict[str, jax.Array]) -> Tree:
+    """The batch [M, B, ...] with what routers need of the whole step (`StepTokens`), where something is a router's."""
+    if not any(map(is_statistics, jax.tree.leaves(parameter_paths(trained)))):
+        return batch
+    ratio = counts["target_tokens"] / jnp.maximum(counts["tokens"], 1)
+    return batch | {"targets_per_token": jnp.full(batch["tokens"].shape[:1], ratio, jnp.float32)}
 
 
 def count_tokens(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -125,7 +139,7 @@ def make_scoring(score_of: Callable, mesh: Mesh, sharding: DataSharding) -> Call
         mapped = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(_specs(sharding.weight_spec, parameters), ROWS),
+            in_specs=(sharding.weight_specs(parameters), ROWS),
             out_specs=(PartitionSpec(), PartitionSpec(), ROWS),
             axis_names=set(MANUAL_AXES),
             check_vma=False,

@@ -14,12 +14,12 @@ from tiny_models import random_parameters, tiny_config
 from jaxforge.checkpoint import CheckpointManager
 from jaxforge.checkpoint.arrays import DeviceArrays, _piece, flatten, is_same_order, layers_of, load
 from jaxforge.checkpoint.hf import export
-from jaxforge.checkpoint.stored import LAYER_ORDER, RunCheckpoint
+from jaxforge.checkpoint.stored import LAYER_ORDER, RunCheckpoint, described_order
 from jaxforge.checkpoint.weights import fingerprint, trained_weights
 from jaxforge.cluster.mesh import MeshLayout, build_mesh
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import AdapterConfig, CheckpointConfig, Config, LoraConfig
-from jaxforge.parallel.pipeline.choice import is_over_stages
+from jaxforge.models.layer_order import LayerOrder, is_in_stacks
 from jaxforge.training.program import build_program
 from jaxforge.training.state import restored_state, state_arrays
 
@@ -40,6 +40,13 @@ LAYOUTS = {
         (0, -1, -1, 1, 2, 3),
     ),
 }
+
+
+def all_alike(order: tuple[int, ...]) -> LayerOrder:
+    """Of a decoder whose layers are all dense."""
+    return LayerOrder(order, order, ())
+
+
 SHUFFLED = ("pp 2, vpp 2", "with a hole")
 
 
@@ -116,7 +123,7 @@ def save(folder, config: Config, order: tuple[int, ...], state, *steps: int, **m
     metadata["config"] = dataclasses.asdict(config)
     # runs from before there were pipelines say nothing
     if config.parallel.pipeline_model_parallel_size > 1:
-        metadata[LAYER_ORDER] = order
+        metadata[LAYER_ORDER] = described_order(all_alike(order))
     manager = CheckpointManager(folder / "checkpoints", keep=3, save_every_steps=1)
     for step in steps:
         manager.save(step, state, metadata)
@@ -133,7 +140,7 @@ def runs(tmp_path_factory, values):
 
 
 def restore(folder, layout: str):
-    order = None if layout == "none" else LAYOUTS[layout][1]
+    order = None if layout == "none" else all_alike(LAYOUTS[layout][1])
     manager = CheckpointManager(folder / "checkpoints", keep=3, save_every_steps=1)
     try:
         return manager.restore(program_of(config_of(layout)).abstract_state, order)
@@ -172,13 +179,16 @@ def test_layers_are_read_one_by_one_only_where_their_places_differ(runs, caplog)
 def test_the_decoders_layers_alone_are_cut_over_stages():
     cut = ["decoder/layers/mlp/up_DF", "trainable/decoder/layers/mlp/up_DF", "optimizer/1/nu/decoder/layers/mlp/up_DF"]
     whole = ["encoder/layers/mlp/up_DF", "projector/deepstack/norm/scale", "decoder/embedding_VD", "optimizer/1/count"]
-    assert [path for path in cut + whole if is_over_stages(path)] == cut
+    assert [path for path in cut + whole if is_in_stacks(path)] == cut
 
 
 def test_orders_are_the_same_where_stacks_are():
-    assert is_same_order(None, None) and is_same_order(None, (0, 1, 2)) and is_same_order((1, 0), (1, 0))
+    turned, in_turn, short = (all_alike(order) for order in ((1, 0), (0, 1, 2), (0, 1, -1)))
+    assert is_same_order(None, None) and is_same_order(None, in_turn) and is_same_order(turned, turned)
     # with as many layers, but unused places
-    assert not is_same_order(None, (0, 1, -1)) and not is_same_order((0, 1, -1), (0, -1, 1))
+    assert not is_same_order(None, short) and not is_same_order(short, all_alike((0, -1, 1)))
+    # experts that lie otherwise
+    assert not is_same_order(in_turn, in_turn._replace(moe=(1, 0)))
 
 
 def test_f65_a_damaged_checkpoint_is_passed_over_at_another_layout_too(tmp_path, values, caplog):
@@ -200,7 +210,7 @@ def test_another_number_of_layers_is_another_model_whatever_the_layout(runs, sav
     manager = CheckpointManager(runs[saved] / "checkpoints", keep=3, save_every_steps=1)
     message = r"layers/mlp/up_DF: saved bfloat16\[4, 16, 12\], the config makes bfloat16\[6, 16, 12\]"
     with pytest.raises(ConfigError, match=message):
-        manager.restore(abstract, order)
+        manager.restore(abstract, order and all_alike(order))
     manager.close()
 
 
@@ -229,7 +239,7 @@ def test_a_state_on_the_devices_shows_layers_by_their_number_in_the_model(values
     state, order = state_of(layout, values), LAYOUTS[layout][1]
     for kind, dtype in (("trainable", "float32"), ("frozen", "bfloat16")):
         own = {path: array for path, array in values.items() if path.startswith(kind)}
-        assert_reads(DeviceArrays(state[kind], dtype, order), parameters_of(own))
+        assert_reads(DeviceArrays(state[kind], dtype, all_alike(order)), parameters_of(own))
 
 
 def test_reading_a_layer_gathers_no_more_than_the_layer(values):
@@ -247,7 +257,7 @@ def test_reading_a_layer_gathers_no_more_than_the_layer(values):
 def test_given_weights_go_to_the_places_of_their_layers(layout):
     order, given = LAYOUTS[layout][1], random_parameters(config_of("none"))
     abstract = program_of(config_of(layout)).abstract_base
-    loaded, expected = load(InMemory(given), abstract, order=order), flatten(given)
+    loaded, expected = load(InMemory(given), abstract, order=all_alike(order)), flatten(given)
     for path, array in flatten(loaded).items():
         assert array.sharding == flatten(abstract)[path].sharding
         assert np.array_equal(in_turn(path, array, order), expected[path].astype(array.dtype)), path
@@ -266,8 +276,8 @@ def test_a_layer_that_the_weights_lack_keeps_its_initial_values():
     initial = jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, 7, leaf.dtype), leaf.sharding), abstract)
     reader = WithoutLayer2(random_parameters(config_of("none")))
     with pytest.raises(ValueError, match="has no values"):
-        load(reader, abstract, order=order)
-    query = load(reader, abstract, initial, order)["decoder"]["layers"]["attention"]["query_DHK"]
+        load(reader, abstract, order=all_alike(order))
+    query = load(reader, abstract, initial, all_alike(order))["decoder"]["layers"]["attention"]["query_DHK"]
     expected = random_parameters(config_of("none"))["decoder"]["layers"]["attention"]["query_DHK"]
     for place, layer in enumerate(order):
         assert np.array_equal(query[place], np.full_like(query[0], 7) if layer in (2, -1) else expected[layer]), place

@@ -58,7 +58,6 @@ def _planned_fields(cls, prefix=""):
 
 OTHER_VALUES = {bool: True, int: 2, float: 0.5, str: "x", tuple: ("x",), type(None): None}
 OPTIONAL_VALUES = {
-    "expert_tensor_parallel_size": 2,
     "moe_deepep_num_sms": 2,
 }
 PLANNED = list(_planned_fields(Config)) + [f"model.encoder.{name}" for name in _planned_fields(EncoderConfig)]
@@ -68,7 +67,6 @@ def test_what_later_work_brings_is_marked_in_the_schema():
     # one of each feature that isn't there yet
     assert {
         "parallel.context_parallel_size",
-        "parallel.expert_model_parallel_size",
         "moe.moe_enable_deepep",
         "model.encoder.hidden_dropout",
     } <= set(PLANNED)

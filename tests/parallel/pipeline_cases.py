@@ -11,9 +11,10 @@ from tiny_models import microbatches, random_parameters, rows_of_many_kinds, tin
 
 from jaxforge.cluster.mesh import MeshLayout, build_mesh
 from jaxforge.config.schema import Config, MemoryConfig
+from jaxforge.models.layer_order import is_in_stacks
 from jaxforge.ops.cross_entropy import IGNORE
-from jaxforge.optim.paths import join
-from jaxforge.parallel.pipeline.choice import is_over_stages, layer_order, pipeline_layout
+from jaxforge.optim.paths import join, parameter_paths
+from jaxforge.parallel.pipeline.choice import layer_order
 from jaxforge.training.program import Program, build_program
 
 NUM_LAYERS, NUM_ROWS = 8, 12
@@ -83,7 +84,8 @@ class Case:
 
     def arguments(self, program: Program, config: Config, parameters: dict, rows: dict) -> tuple[dict, dict]:
         """Parameters of one device and rows, laid out for the functions of the program."""
-        abstract = join(program.abstract_state["trainable"], program.abstract_state["frozen"])
+        state = program.abstract_state
+        abstract = join(join(state["trainable"], state["frozen"]), state.get("router", {}))
         shardings = jax.tree.map(lambda shape: shape.sharding, abstract)
         batch = jax.device_put(microbatches(rows, self.num_microbatches), program.batch_sharding)
         return jax.device_put(placed(config, parameters), shardings), batch
@@ -127,12 +129,12 @@ def problem() -> tuple[dict, dict, float, dict]:
 
 def placed(config: Config, parameters: dict) -> dict:
     """Parameters of one device in the places of a pipeline, if there is one; what no layer uses is NaN."""
-    layout = pipeline_layout(config)
-    if layout is None:
+    orders = layer_order(config)
+    if orders is None:
         return parameters
-    order = np.array(layer_order(layout))
 
-    def place(stack):
+    def place(path, stack):
+        order = np.array(orders.of(path))
         return np.where((order >= 0).reshape(-1, *(1,) * (stack.ndim - 1)), stack[order], np.float32(np.nan))
 
     return by_stack(place, parameters)
@@ -140,14 +142,13 @@ def placed(config: Config, parameters: dict) -> dict:
 
 def unplaced(config: Config, tree: dict, unused: float = 0.0) -> dict:
     """The inverse of `placed`.  Places that no layer uses must be `unused`, which for gradients is 0."""
-    layout = pipeline_layout(config)
-    if layout is None:
+    orders = layer_order(config)
+    if orders is None:
         return tree
-    order = np.array(layer_order(layout))
-    used = np.flatnonzero(order >= 0)
 
-    def unplace(stack):
-        stack = np.asarray(stack)
+    def unplace(path, stack):
+        order, stack = np.array(orders.of(path)), np.asarray(stack)
+        used = np.flatnonzero(order >= 0)
         np.testing.assert_array_equal(stack[order < 0], unused)
         return stack[used[np.argsort(order[used])]]
 
@@ -155,7 +156,5 @@ def unplaced(config: Config, tree: dict, unused: float = 0.0) -> dict:
 
 
 def by_stack(f, tree: dict) -> dict:
-    """`f` of the stacks of layers alone."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, a: f(a) if is_over_stages(jax.tree_util.keystr(path, simple=True, separator="/")) else a, tree
-    )
+    """`f` of path and array for the stacks of layers alone."""
+    return jax.tree.map(lambda path, a: f(path, a) if is_in_stacks(path) else a, parameter_paths(tree), tree)

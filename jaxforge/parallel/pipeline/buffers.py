@@ -17,7 +17,7 @@ import numpy as np
 from jaxforge.parallel.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
-    from jaxforge.parallel.pipeline.pieces import Unit
+    from jaxforge.parallel.pipeline.pieces import Kind, Unit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ def visit_slots(schedule: Schedule, slots_by_stage: Sequence[int]) -> Slots:
     return Slots(num_slots, write, read)
 
 
-def unit_slots(schedule: Schedule, units_by_stage: Sequence[Sequence["Unit"]]) -> dict[tuple[int, bool], Slots]:
+def unit_slots(schedule: Schedule, units_by_stage: Sequence[Sequence["Unit"]]) -> dict["Kind", Slots]:
     """Slots for what each kind of unit keeps; units of a kind have residuals of the same shapes."""
     kinds = sorted({unit.kind for units in units_by_stage for unit in units})
     return {

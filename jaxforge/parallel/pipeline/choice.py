@@ -1,16 +1,24 @@
 """The layout that a config asks for, and the units of its stages."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxforge.config.derived import BALANCED, pipeline_layers_are_uneven, vocabulary_is_over_stages
+from jaxforge.config.derived import (
+    BALANCED,
+    layer_has_experts,
+    pipeline_layers_are_uneven,
+    vocabulary_is_over_stages,
+)
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.memory_rules import decisions_inside_of_recomputed_layers
 from jaxforge.config.schema import Config
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models.decoder import VOCABULARY_TABLES
+from jaxforge.models.layer_order import LayerOrder, is_in_stacks
 from jaxforge.optim.paths import parameter_paths
 from jaxforge.parallel.pipeline.balance import balanced_layout, flop_costs, uneven_layout, uniform_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
@@ -44,31 +52,59 @@ def pipeline_layout(config: Config) -> PipelineLayout | None:
     return uniform_layout(num_layers, size, parallel.num_layers_per_virtual_pipeline_stage)
 
 
-def layer_order(layout: PipelineLayout | None) -> tuple[int, ...] | None:
-    """The decoder layer in each place of its stacks, -1 in unused ones: rank by rank, as "stage" cuts them."""
-    return None if layout is None else tuple(layout.layer_order.reshape(-1).tolist())
+def layer_order(config: Config) -> LayerOrder | None:
+    """What lies in each place of the decoder's stacks, rank by rank, as "stage" cuts them; None without a pipeline.
 
-
-def is_over_stages(path: str) -> bool:
-    """Whether an array is cut over the stages, by its path as a parameter or in a state: the decoder's layers alone.
-
-    Such a stack is [places, ...] in the order of `layer_order` with a pipeline, and [num_layers, ...] without one.
+    With the layers of one kind alone a rank's stack has as many places as that of the rank with the most of them.
     """
-    return "/decoder/layers/" in f"/{path}"
+    layout = pipeline_layout(config)
+    if layout is None:
+        return None
+    stacks = _layers_of_stacks(layer_has_experts(config.model.decoder))
+    orders = (_places(layout, has)[0] for has in stacks.values())
+    return LayerOrder(*(tuple(order.reshape(-1).tolist()) for order in orders))
+
+
+def first_places(layout: PipelineLayout, has_experts: Sequence[bool]) -> dict[str, np.ndarray]:
+    """For each of the stacks of `LayerOrder`, the first place of each chunk of each rank, [ranks, chunks] int32."""
+    return {name: _places(layout, has)[1] for name, has in _layers_of_stacks(has_experts).items()}
+
+
+def _layers_of_stacks(has_experts: Sequence[bool]) -> dict[str, list[bool]]:
+    """Of each stack of `LayerOrder`, in its order, which layers it is of."""
+    has = list(has_experts)
+    return {"layers": [True] * len(has), "mlp": [not one for one in has], "moe": has}
+
+
+def _places(layout: PipelineLayout, has: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """The order of a stack of the layers that `has` names, [ranks, places]; and the first place of each chunk."""
+    number = np.cumsum(has) - 1
+    ranks, first_RV = [], []
+    for rank in range(layout.pipeline_size):
+        chunks = [
+            [int(number[layer]) for layer in range(c.first_layer, c.first_layer + c.num_layers) if has[layer]]
+            for c in layout.chunks_of_rank(rank)
+        ]
+        ranks.append([layer for chunk in chunks for layer in chunk])
+        first_RV.append(np.cumsum([0, *map(len, chunks)])[:-1])
+    places = max(map(len, ranks))
+    order = np.array([[*layers, *[-1] * (places - len(layers))] for layers in ranks], np.int32)
+    return order, np.array(first_RV, np.int32)
 
 
 def lies_over_stages(path: str, vocabulary_is_over_stages: bool) -> bool:
     """Whether a parameter's first dimension is sharded over stage: the decoder's stacks, perhaps its tables."""
-    return is_over_stages(path) or (vocabulary_is_over_stages and path in VOCABULARY_TABLES)
+    return is_in_stacks(path) or (vocabulary_is_over_stages and path in VOCABULARY_TABLES)
 
 
-def num_parameters(parameters: Tree, layout: PipelineLayout | None) -> int:
+def num_parameters(parameters: Tree, order: LayerOrder | None) -> int:
     """Numbers in a nested dict of parameters; places that no layer uses don't count."""
-    places = layout.pipeline_size * layout.slots_per_rank if layout else 1
-    used = layout.num_layers if layout else 1
 
     def count(path, leaf):
-        return leaf.size // places * used if is_over_stages(path) else leaf.size
+        if order is None or not is_in_stacks(path):
+            return leaf.size
+        places = order.of(path)
+        return leaf.size // len(places) * sum(place >= 0 for place in places)
 
     return sum(jax.tree.leaves(jax.tree.map(count, parameter_paths(parameters), parameters)))
 
@@ -81,9 +117,10 @@ def stage_units(config: Config, layout: PipelineLayout) -> list[tuple[Unit, ...]
     """
     encoder = config.model.encoder
     num_features = len(encoder.deepstack_visual_indexes) if encoder else 0
+    feed_forwards = tuple("moe" if has else "mlp" for has in layer_has_experts(config.model.decoder))
     units = [
         chunk_units(
-            stage.num_layers,
+            feed_forwards[stage.first_layer : stage.first_layer + stage.num_layers],
             stage.first_layer,
             recompute=recompute_segments(config.memory, stage.num_layers) if stage.num_layers else (),
             num_features=num_features,

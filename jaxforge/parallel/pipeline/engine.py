@@ -26,8 +26,9 @@ from jaxforge.memory.policy import Policies
 from jaxforge.ops.sharded_weight import differentiable, gathered, reduced
 from jaxforge.optim.paths import join
 from jaxforge.parallel.pipeline.buffers import unit_slots
+from jaxforge.parallel.pipeline.choice import first_places
 from jaxforge.parallel.pipeline.layout import PipelineLayout
-from jaxforge.parallel.pipeline.pieces import Gradients, Parts, Unit, Weights, no_gradient, take
+from jaxforge.parallel.pipeline.pieces import Gradients, Kind, Parts, Place, Unit, Weights, no_gradient, take
 from jaxforge.parallel.pipeline.residuals import Residuals
 from jaxforge.parallel.pipeline.schedule import Schedule
 from jaxforge.parallel.pipeline.ticks import Ticks
@@ -41,6 +42,7 @@ class Pipeline:
 
     Args:
       units_by_stage: the units of every stage.
+      has_experts: of each layer of the decoder, whether it has; () where none has.
       policies: what units keep of their activations, and where.
       z_loss_coefficient: weight of the squared log-sum-exp in the gradients.
       vocabulary: where embedding and head lie over the stages, and all stages share their work; None where the first
@@ -54,6 +56,7 @@ class Pipeline:
         schedule: Schedule,
         units_by_stage: Sequence[tuple[Unit, ...]],
         *,
+        has_experts: tuple[bool, ...] = (),
         policies: Policies,
         z_loss_coefficient: float,
         vocabulary: Vocabulary | None = None,
@@ -65,6 +68,7 @@ class Pipeline:
         makeup_S = np.array([self.makeups.index(units) for units in units_by_stage], np.int32)
         self.makeup_RV = makeup_S.reshape(shape).T
         self.first_layer_RV = np.array([s.first_layer for s in layout.stages], np.int32).reshape(shape).T
+        self.first_places_RV = first_places(layout, has_experts or (False,) * layout.num_layers)
         self._slots = unit_slots(schedule, units_by_stage)
         self._residuals = {kind: Residuals() for kind in self._slots}
 
@@ -151,7 +155,7 @@ class Pipeline:
             spaces: list[Any] = []
 
             def probe(layers, x, microbatch, layer, kind=kind, spaces=spaces):
-                weights = Weights(*(take(tree, 0, kind[0]) for tree in layers))
+                weights = Weights(*(take(tree, Place(0, 0), kind) for tree in layers))
                 kept = self.unit_forward(kind, weights, x, self.parts.shared(microbatch), layer)[1]
                 spaces.extend(jax.typeof(array).memory_space for array in kept)
                 return kept
@@ -167,9 +171,9 @@ class Pipeline:
             ]
         return pools
 
-    def apply_unit(self, kind: tuple[int, bool], weights: Tree, x: jax.Array, shared: Tree, layer: Any) -> jax.Array:
+    def apply_unit(self, kind: Kind, weights: Tree, x: jax.Array, shared: Tree, layer: Any) -> jax.Array:
         """A unit's layers, the first of which is number `layer`; `weights` are as `take` gives them."""
-        num_layers, is_recomputed = kind
+        num_layers = kind.num_layers
 
         def several(weights, x):
             x = checkpoint_name(x, LAYER_INPUT)
@@ -182,10 +186,10 @@ class Pipeline:
 
             return lax.scan(one, x, (weights, layer + jnp.arange(num_layers)))[0]
 
-        return self.policies.checkpoint(several, is_recomputed=is_recomputed)(weights, x)
+        return self.policies.checkpoint(several, is_recomputed=kind.is_recomputed)(weights, x)
 
     def unit_forward(
-        self, kind: tuple[int, bool], weights: Weights, x: jax.Array, shared: Tree, layer: Any
+        self, kind: Kind, weights: Weights, x: jax.Array, shared: Tree, layer: Any
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The unit's output, and the residuals that must be kept."""
         whole = gathered(weights)
@@ -197,7 +201,7 @@ class Pipeline:
         return y, self._residuals[kind].split(vjp, jax.tree.leaves((whole, shared, layer)))
 
     def unit_backward(
-        self, kind: tuple[int, bool], weights: Weights, kept: list[jax.Array], shared: Tree, layer: Any, dy: jax.Array
+        self, kind: Kind, weights: Weights, kept: list[jax.Array], shared: Tree, layer: Any, dy: jax.Array
     ) -> tuple[Tree, jax.Array]:
         """Gradients of the unit's trainable parameters, and of its input."""
         known = jax.tree.leaves((gathered(weights), shared, layer))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxforge.models.layer_order import FEED_FORWARDS
 from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 
 Tree = Any
+
+
+class Kind(NamedTuple):
+    """Units of a kind have residuals of the same shapes, and share a pool.  Attributes as of `Unit`."""
+
+    num_layers: int
+    is_recomputed: bool
+    feed_forward: str
 
 
 class Unit(NamedTuple):
@@ -21,16 +31,17 @@ class Unit(NamedTuple):
       num_layers: more than one where a group is recomputed together.
       is_recomputed: whether the backward pass computes the unit again from its input.
       feature: number of the visual feature that is added to the unit's output, or None.
+      feed_forward: of its layers, "mlp" or "moe".
     """
 
     num_layers: int
     is_recomputed: bool
     feature: int | None = None
+    feed_forward: str = "mlp"
 
     @property
-    def kind(self) -> tuple[int, bool]:
-        """Units of a kind have residuals of the same shapes, and share a pool."""
-        return self.num_layers, self.is_recomputed
+    def kind(self) -> Kind:
+        return Kind(self.num_layers, self.is_recomputed, self.feed_forward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Parts:
     Attributes:
       enter: (ends, visual, microbatch) -> x, what the first layer reads.
       shared: microbatch -> arrays that every layer reads and that have no gradient.
-      layer: (layer parameters, x, shared, layer number) -> x.
+      layer: (layer parameters, with one feed-forward, x, shared, layer number) -> x.
       layers: (stacks, x, visual, microbatch) -> x, all layers in turn with their features; without a pipeline.
       add_feature: (visual, x, microbatch, number of the feature) -> x.
       leave: (ends, x, microbatch) -> sums of cross-entropy and squared log-sum-exp.
@@ -90,11 +101,16 @@ class Gradients(NamedTuple):
 
 
 def chunk_units(
-    num_layers: int, first_layer: int, *, recompute: tuple[tuple[int, int], ...], num_features: int
+    feed_forwards: tuple[str, ...],
+    first_layer: int,
+    *,
+    recompute: tuple[tuple[int, int], ...],
+    num_features: int,
 ) -> tuple[Unit, ...]:
     """The units of a chunk.
 
     Args:
+      feed_forwards: "mlp" or "moe", of each layer of the chunk; layers of a unit have the same.
       first_layer: the chunk's first layer, counted over the decoder.
       recompute: (layers, unit) runs, as `recompute_segments` gives for a chunk of this size.
       num_features: visual features, which are added after the first layers of the decoder, one each: those layers are
@@ -106,37 +122,68 @@ def chunk_units(
         left = count
         while left:
             is_tapped = layer < num_features
-            size = 1 if unit <= 1 or is_tapped else min(unit, left)
-            units.append(Unit(size, unit > 0, layer if is_tapped else None))
+            following = feed_forwards[layer - first_layer :]
+            alike = next((i for i, name in enumerate(following) if name != following[0]), len(following))
+            size = 1 if unit <= 1 or is_tapped else min(unit, left, alike)
+            units.append(Unit(size, unit > 0, layer if is_tapped else None, following[0]))
             layer, left = layer + size, left - size
-    assert layer == first_layer + num_layers
+    assert layer == first_layer + len(feed_forwards)
     return tuple(units)
 
 
-def take(tree: Tree, first: Any, count: int) -> Tree:
-    """`count` layers of stacks from place `first` on, [count, ...]; a single one without that dimension."""
-    if count == 1:
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, first, 0, keepdims=False), tree)
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count), tree)
+class Place(NamedTuple):
+    """Where the first layer of a unit lies: in stacks of all layers, and of those with its feed-forward."""
+
+    layer: Any
+    feed_forward: Any
+
+    def of(self, name: str) -> Any:
+        """In a stack, by its name among the layers' parameters."""
+        return self.feed_forward if name in FEED_FORWARDS else self.layer
+
+    def moved(self, count: Any) -> "Place":
+        return Place(self.layer + count, self.feed_forward + count)
+
+
+def take(tree: Tree, place: Place, kind: Kind) -> Tree:
+    """The layers of a unit, [num_layers, ...]; a single one without that dimension.  Of the feed-forwards, theirs."""
+
+    def below(tree, first):
+        if kind.num_layers == 1:
+            return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, first, 0, keepdims=False), tree)
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, kind.num_layers), tree)
+
+    names = [name for name in tree if name not in FEED_FORWARDS or name == kind.feed_forward]
+    return {name: below(tree[name], place.of(name)) for name in names}
 
 
 class UnitRun(NamedTuple):
-    """Equal units in a row: `length` of them, the first at layer `offset` of its chunk and number `first_of_kind`."""
+    """Equal units in a row.
+
+    Attributes:
+      length: how many.
+      offset: the layer of its chunk that the first one begins with; and that layer's number among those of the chunk
+        with the same feed-forward.
+      first_of_kind: number of the first one among the chunk's units of its kind.
+    """
 
     unit: Unit
     length: int
-    offset: int
+    offset: Place
     first_of_kind: int
 
 
 def unit_runs(units: tuple[Unit, ...]) -> list[UnitRun]:
     """The units of a chunk, equal ones together: each run is computed by one loop."""
     runs, offset = [], 0
-    of_kind: dict[tuple[int, bool], int] = {}
+    of_kind: Counter[Kind] = Counter()
+    of_feed_forward: Counter[str] = Counter()
     for unit, group in itertools.groupby(units):
         count = len(list(group))
-        runs.append(UnitRun(unit, count, offset, of_kind.get(unit.kind, 0)))
-        of_kind[unit.kind] = of_kind.get(unit.kind, 0) + count
+        place = Place(offset, of_feed_forward[unit.feed_forward])
+        runs.append(UnitRun(unit, count, place, of_kind[unit.kind]))
+        of_kind[unit.kind] += count
+        of_feed_forward[unit.feed_forward] += count * unit.num_layers
         offset += count * unit.num_layers
     return runs
 
@@ -151,11 +198,14 @@ def add(sums: Tree, more: Tree) -> Tree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
 
 
-def add_at(sums: Tree, more: Tree, first: jax.Array, count: int) -> Tree:
-    """Adds the gradients of `count` layers, as `take` would give them, at their place in the stacks."""
+def add_at(sums: Tree, more: Tree, place: Place, kind: Kind) -> Tree:
+    """Adds the gradients of a unit's layers, as `take` would give them, at their place in the stacks."""
 
-    def one(a, b):
-        old = lax.dynamic_slice_in_dim(a, first, count)
-        return lax.dynamic_update_slice_in_dim(a, old + b.astype(a.dtype).reshape(old.shape), first, 0)
+    def below(sums, more, first):
+        def one(a, b):
+            old = lax.dynamic_slice_in_dim(a, first, kind.num_layers)
+            return lax.dynamic_update_slice_in_dim(a, old + b.astype(a.dtype).reshape(old.shape), first, 0)
 
-    return jax.tree.map(one, sums, more)
+        return jax.tree.map(one, sums, more)
+
+    return sums | {name: below(sums[name], found, place.of(name)) for name, found in more.items()}

@@ -17,7 +17,18 @@ from jaxforge.cluster.mesh import STAGE
 from jaxforge.ops.sharded_weight import differentiable, gathered, whole, with_differentiable
 from jaxforge.optim.paths import join
 from jaxforge.parallel.microbatch_loss import add_head_gradient
-from jaxforge.parallel.pipeline.pieces import Gradients, Unit, Weights, add, add_at, take, unit_runs
+from jaxforge.parallel.pipeline.pieces import (
+    Gradients,
+    Kind,
+    Place,
+    Unit,
+    UnitRun,
+    Weights,
+    add,
+    add_at,
+    take,
+    unit_runs,
+)
 
 if TYPE_CHECKING:
     from jaxforge.parallel.pipeline.engine import Pipeline
@@ -41,7 +52,7 @@ class Ticks:
             return lax.dynamic_index_in_dim(jnp.asarray(table_RV), rank, 0, keepdims=False)
 
         self.makeup_V = mine(pipeline.makeup_RV)
-        self.first_slot_V = mine(layout.chunk_table[..., 0])
+        self.first_places_V = {name: mine(table_RV) for name, table_RV in pipeline.first_places_RV.items()}
         self.first_layer_V = mine(pipeline.first_layer_RV)
 
     def forward_only(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
@@ -259,12 +270,12 @@ class Ticks:
     ) -> tuple[jax.Array, Tree]:  # fmt: skip
         """The units of a chunk in turn; where there are no pools, nothing is kept."""
         for run in unit_runs(units):
-            slot, layer = self.first_slot_V[chunk] + run.offset, self.first_layer_V[chunk] + run.offset
+            first, layer = self._first(run, chunk), self.first_layer_V[chunk] + run.offset.layer
             kind, size = run.unit.kind, run.unit.num_layers
 
-            def one(carry, i, kind=kind, size=size, slot=slot, layer=layer, run=run):
+            def one(carry, i, kind=kind, size=size, first=first, layer=layer, run=run):
                 x, pool = carry
-                weights = self._weights(slot + i * size, size)
+                weights = self._weights(first.moved(i * size), kind)
                 if pool is None:
                     parameters = gathered(join(*weights))
                     return (self.pipeline.apply_unit(kind, parameters, x, shared, layer + i * size), None), None
@@ -322,16 +333,16 @@ class Ticks:
 
                 [dvisual] = jax.vjp(place, self.visual)[1](dx)
                 sums = sums._replace(visual=add(sums.visual, dvisual))
-            slot, layer = self.first_slot_V[chunk] + run.offset, self.first_layer_V[chunk] + run.offset
+            first, layer = self._first(run, chunk), self.first_layer_V[chunk] + run.offset.layer
             kind, size = run.unit.kind, run.unit.num_layers
 
-            def one(carry, i, kind=kind, size=size, slot=slot, layer=layer, run=run):
+            def one(carry, i, kind=kind, size=size, first=first, layer=layer, run=run):
                 dx, dlayers = carry
-                weights = self._weights(slot + i * size, size)
+                weights = self._weights(first.moved(i * size), kind)
                 place = read[kind][run.first_of_kind + i]
                 kept = [lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False) for buffer in pools[kind]]
                 dweights, dx = self.pipeline.unit_backward(kind, weights, kept, shared, layer + i * size, dx)
-                return (dx, add_at(dlayers, dweights, slot + i * size, size)), None
+                return (dx, add_at(dlayers, dweights, first.moved(i * size), kind)), None
 
             (dx, dlayers), _ = lax.scan(one, (dx, sums.layers), jnp.arange(run.length - 1, -1, -1))
             sums = sums._replace(layers=dlayers)
@@ -342,5 +353,10 @@ class Ticks:
         trained = self.variables if variables is None else variables
         return whole(join(with_differentiable(self.ends.trainable, trained), self.ends.frozen))
 
-    def _weights(self, slot: jax.Array, count: int) -> Weights:
-        return Weights(*(take(tree, slot, count) for tree in self.layers))
+    def _first(self, run: UnitRun, chunk: jax.Array) -> Place:
+        """Where the first unit of a run lies among this rank's parameters."""
+        of_all, of_kind = (self.first_places_V[name][chunk] for name in ("layers", run.unit.feed_forward))
+        return Place(of_all + run.offset.layer, of_kind + run.offset.feed_forward)
+
+    def _weights(self, place: Place, kind: Kind) -> Weights:
+        return Weights(*(take(tree, place, kind) for tree in self.layers))

@@ -8,7 +8,7 @@ from tiny_models import tiny_config
 
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import MemoryConfig
-from jaxforge.parallel.pipeline.choice import layer_order, num_parameters, pipeline_layout, stage_units
+from jaxforge.parallel.pipeline.choice import first_places, layer_order, num_parameters, pipeline_layout, stage_units
 from jaxforge.training.program import make_model
 
 
@@ -48,7 +48,7 @@ def test_balance_counts_the_loss_unless_all_stages_share_it(over_stages, counts)
 
 def test_one_rank_has_no_layout():
     assert pipeline_layout(config_with()) is None
-    assert layer_order(None) is None
+    assert layer_order(config_with()) is None
 
 
 def test_layers_that_cannot_be_placed_are_refused_with_a_layout_that_places_them():
@@ -60,7 +60,29 @@ def test_layers_that_cannot_be_placed_are_refused_with_a_layout_that_places_them
 
 def test_places_are_those_of_rank_0_then_of_rank_1():
     # stages of 1, 2, 4 and 1 layers: rank 0 holds the first and third, rank 1 the others
-    assert layer_order(pipeline_layout(config_with(size=2, layout="Et|tt|t*4|tL"))) == (0, 3, 4, 5, 6, 1, 2, 7, -1, -1)
+    order = (0, 3, 4, 5, 6, 1, 2, 7, -1, -1)
+    assert layer_order(config_with(size=2, layout="Et|tt|t*4|tL")) == (order, order, ())
+
+
+def test_stacks_of_some_layers_have_places_of_their_own():
+    # stages of 1, 2, 4 and 1 layers, of which numbers 0, 3 and 7 are dense: the first, second and third dense ones
+    config = config_with(size=2, layout="Et|tt|t*4|tL")
+    decoder = dataclasses.replace(config.model.decoder, num_experts=4, moe_layer_freq=(0, 1, 1, 0, 1, 1, 1, 0))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, decoder=decoder))
+    order = layer_order(config)
+    assert order.layers == (0, 3, 4, 5, 6, 1, 2, 7, -1, -1)
+    assert order.mlp == (0, 1, 2, -1)
+    assert order.moe == (2, 3, 4, 0, 1, -1)
+    assert [order.of(f"decoder/layers/{part}/x") for part in ("attention", "mlp", "moe")] == list(order)
+    layout = pipeline_layout(config)
+    first = first_places(layout, (False, True, True, False, True, True, True, False))
+    assert {name: table.tolist() for name, table in first.items()} == {
+        "layers": [[0, 1], [0, 2]], "mlp": [[0, 1], [0, 0]], "moe": [[0, 0], [0, 2]],
+    }  # fmt: skip
+    # a rank's layers, its dense ones, and those with experts, by the units of its chunks
+    units = [[(unit.num_layers, unit.feed_forward) for unit in stage] for stage in stage_units(config, layout)]
+    dense, experts = (1, "mlp"), (1, "moe")
+    assert units == [[dense], [experts] * 2, [dense, experts, experts, experts], [dense]]
 
 
 def test_places_that_no_layer_uses_are_no_parameters():
@@ -68,7 +90,7 @@ def test_places_that_no_layer_uses_are_no_parameters():
     for fields in (dict(), dict(size=4), dict(size=2, layout="Et|tt|t*4|tL")):
         config = config_with(**fields)
         model = nnx.eval_shape(lambda config=config: make_model(config, "xla", nnx.Rngs(params=0)))
-        counts.add(num_parameters(nnx.to_pure_dict(nnx.state(model)), pipeline_layout(config)))
+        counts.add(num_parameters(nnx.to_pure_dict(nnx.state(model)), layer_order(config)))
     # two tables of 32 (21 padded), the last norm, and of a layer: two norms, projections of 8 heads, 4, 4 and 8 again,
     # three of the feed-forward
     assert counts == {2 * 32 * 16 + 16 + 8 * (2 * 16 + 16 * 8 * (8 + 4 + 4 + 8) + 3 * 16 * 12)}

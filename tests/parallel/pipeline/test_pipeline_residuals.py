@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxforge.memory.policy import KEEP_ALL, make_policies
 from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.layout import PipelineLayout
-from jaxforge.parallel.pipeline.pieces import Unit, Weights, take
+from jaxforge.parallel.pipeline.pieces import Place, Unit, Weights, take
 from jaxforge.parallel.pipeline.residuals import Residuals
 from jaxforge.parallel.pipeline.schedule import make_schedule
 
@@ -54,7 +54,7 @@ def test_parameters_are_not_kept(num_layers, is_recomputed, frozen):
 
     @jax.jit
     def there_and_back(parts, x_BD, dy_BD, shared, number):
-        unit = Weights(*(take(tree, 0, num_layers) for tree in parts))
+        unit = Weights(*(take(tree, Place(0, 0), kind) for tree in parts))
         y_BD, residuals = pipeline.unit_forward(kind, unit, x_BD, shared, number)
         kept.extend(residual.shape for residual in residuals)
         return y_BD, pipeline.unit_backward(kind, unit, residuals, shared, number, dy_BD)
@@ -95,7 +95,7 @@ def test_what_is_offloaded_is_kept_in_host_memory(
 
     @jax.jit
     def forward(weights, x_BD):
-        unit = Weights(take(weights, 0, num_layers), {})
+        unit = Weights(take(weights, Place(0, 0), kind), {})
         y_BD, residuals = pipeline.unit_forward(kind, unit, x_BD, jnp.float32(0.5), 4)
         for residual in residuals:
             kept[jax.typeof(residual).memory_space].append(residual.shape)
