@@ -16,6 +16,7 @@ LAYER_INPUT = "layer_input"
 
 RECOMPUTE_MODULES = {
     "core_attn": ("core_attn",),
+    "mla_up_proj": ("query", "key", "value"),
     "mlp": ("mlp_gate", "mlp_up", "mlp_act"),
     "layernorm": ("attn_norm", "mlp_norm"),
 }
@@ -53,11 +54,22 @@ def layer_activations(config: Config, part: str) -> tuple[str, ...]:
     is_gated = not isinstance(layer, EncoderConfig) or layer.swiglu
     feed_forward = ("mlp_gate", "mlp_up", "mlp_act") if is_gated else ("mlp_up", "mlp_act")
     has_dropout = isinstance(layer, DecoderConfig) and layer.hidden_dropout > 0
+    compressed: tuple[str, ...] = ()
+    if isinstance(layer, DecoderConfig) and layer.multi_latent_attention:
+        compressed = ("kv_compressed",) if layer.q_lora_rank is None else ("query_compressed", "kv_compressed")
     return (
-        LAYER_INPUT, "attn_norm", "query", "key", "value", "core_attn", "mlp_norm_input", "mlp_norm", *feed_forward,
+        LAYER_INPUT, "attn_norm", *compressed, "query", "key", "value", "core_attn", "mlp_norm_input", "mlp_norm",
+        *feed_forward,
         *(("dropout",) if has_dropout else ()),
         *(("adapter",) if getattr(config.lora, part).rank else ()),
     )  # fmt: skip
+
+
+def recompute_modules(config: Config, part: str) -> tuple[str, ...]:
+    """The words of `recompute_modules` that the part's layers know."""
+    layer = _layer(config, part)
+    is_latent = isinstance(layer, DecoderConfig) and layer.multi_latent_attention
+    return tuple(module for module in RECOMPUTE_MODULES if module != "mla_up_proj" or is_latent)
 
 
 def layer_actions(config: Config, part: str) -> dict[str, str]:

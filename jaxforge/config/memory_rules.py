@@ -1,7 +1,7 @@
 """Rules on recompute and offload: each yields a message for each way in which the config breaks it."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jaxforge.config.activations import (
@@ -20,6 +20,7 @@ from jaxforge.config.activations import (
     layer_activations,
     model_parts,
     recompute_group,
+    recompute_modules,
 )
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config
@@ -29,8 +30,7 @@ _EXPERTS, _EXPERT_OVERLAP = "mixture of experts", "overlap of expert communicati
 # words of Megatron and LoongForge, and the feature that brings them
 _UNBUILT_RECOMPUTE_MODULES = {
     "moe": _EXPERTS, "moe_act": _EXPERTS, "shared_experts": _EXPERTS, "routed_experts": _EXPERTS,
-    "mla_up_proj": "multi-head latent attention", "a2a_overlap_attn": _EXPERT_OVERLAP,
-    "a2a_overlap_post_attn": _EXPERT_OVERLAP, "a2a_overlap_mlp": _EXPERT_OVERLAP,
+    "a2a_overlap_attn": _EXPERT_OVERLAP, "a2a_overlap_post_attn": _EXPERT_OVERLAP, "a2a_overlap_mlp": _EXPERT_OVERLAP,
 }  # fmt: skip
 _UNBUILT_OFFLOAD_MODULES = {"expert_fc1": _EXPERTS, "moe_act": _EXPERTS}
 _UNBUILT_OFFLOAD_TENSORS = {"dispatched_input": _EXPERTS}
@@ -52,8 +52,10 @@ def recompute_is_whole(config: Config) -> Iterator[str]:
                     f"{path}.{name}={value} would have no effect, because {path}.recompute_granularity is"
                     f" {granularity}; set that to {needed} or {name} to {() if needed == SELECTIVE else None}"
                 )
+        known = recompute_modules(config, part)
+        absent = RECOMPUTE_MODULES.keys() - set(known)
         yield from _known(
-            group.recompute_modules, f"{path}.recompute_modules", RECOMPUTE_MODULES, _UNBUILT_RECOMPUTE_MODULES
+            group.recompute_modules, f"{path}.recompute_modules", known, _UNBUILT_RECOMPUTE_MODULES, absent
         )
         if granularity == FULL:
             num_layers = getattr(config.model, part).num_layers
@@ -100,10 +102,21 @@ def offloading_is_whole(config: Config) -> Iterator[str]:
     )
 
 
-def _known(words: tuple[str, ...], field: str, known: Mapping[str, Any], unbuilt: Mapping[str, str]) -> Iterator[str]:
+def _known(
+    words: tuple[str, ...],
+    field: str,
+    known: Collection[str],
+    unbuilt: Mapping[str, str],
+    absent: Collection[str] = (),
+) -> Iterator[str]:
     for word in words:
         if word in unbuilt:
             yield f"{field} has {word}: {unbuilt[word]} isn't built yet; use {', '.join(known)}"
+        elif word in absent:
+            yield (
+                f"{field} has {word}, which is of model.decoder.multi_latent_attention, and these layers don't have it;"
+                f" use {', '.join(known)}"
+            )
         elif word not in known:
             yield f"{field} has {word!r}, which is none of {', '.join(known)}{close_names(word, known)}"
         elif words.count(word) > 1:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from jaxforge.config.derived import encoder_tensor_parallel_size, projector_ffn_hidden_size
 from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig
@@ -20,7 +21,7 @@ def one_of(values: list[int]) -> str:
 def query_groups_divide_the_heads(config: Config) -> Iterator[str]:
     """Every key/value head serves the same number of query heads."""
     decoder = config.model.decoder
-    if decoder.num_attention_heads % decoder.num_query_groups:
+    if not decoder.multi_latent_attention and decoder.num_attention_heads % decoder.num_query_groups:
         yield (
             f"model.decoder.num_query_groups={decoder.num_query_groups} does not divide"
             f" model.decoder.num_attention_heads={decoder.num_attention_heads};"
@@ -30,9 +31,10 @@ def query_groups_divide_the_heads(config: Config) -> Iterator[str]:
 
 def decoder_heads_can_rotate(config: Config) -> Iterator[str]:
     """RoPE rotates pairs of features."""
-    width = config.model.decoder.kv_channels
-    if width % 2:
-        yield f"model.decoder.kv_channels={width} must be even, because RoPE rotates pairs; use {width + 1}"
+    decoder = config.model.decoder
+    name = "qk_pos_emb_head_dim" if decoder.multi_latent_attention else "kv_channels"
+    if (width := getattr(decoder, name)) % 2:
+        yield f"model.decoder.{name}={width} must be even, because RoPE rotates pairs; use {width + 1}"
 
 
 def rope_scaling_is_used(config: Config) -> Iterator[str]:
@@ -46,18 +48,87 @@ def rope_scaling_is_used(config: Config) -> Iterator[str]:
                 f" model.decoder.rope_scaling_high_freq_factor={high}; Llama-3.1 has 1 and 4"
             )
         return
-    for name in (
+    for name, value, default in _changed(
+        decoder,
         "rope_scaling_factor",
         "rope_scaling_low_freq_factor",
         "rope_scaling_high_freq_factor",
         "rope_scaling_original_max_position_embeddings",
     ):
+        yield (
+            f"model.decoder.{name}={value} would have no effect, because model.decoder.use_rope_scaling=False;"
+            f" set that to true or leave {name} at {default}"
+        )
+
+
+def _changed(decoder: DecoderConfig, *names: str) -> Iterator[tuple[str, Any, Any]]:
+    """Those of the fields that aren't at their defaults: name, value, default."""
+    for name in names:
         value, default = getattr(decoder, name), getattr(DecoderConfig, name)
         if value != default:
+            yield name, value, default
+
+
+def latent_attention_is_whole(config: Config) -> Iterator[str]:
+    """Latent attention and attention with grouped queries have widths of their own, and none of the other's parts."""
+    decoder = config.model.decoder
+    if not decoder.multi_latent_attention:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        for name, value, default in _changed(decoder, *names):
             yield (
-                f"model.decoder.{name}={value} would have no effect, because model.decoder.use_rope_scaling=False;"
-                f" set that to true or leave {name} at {default}"
+                f"model.decoder.{name}={value} would have no effect, because model.decoder.multi_latent_attention="
+                f"False; set that to true or leave {name} at {default}"
             )
+        return
+    widths = "its heads have q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim and v_head_dim"
+    refused = {
+        "num_query_groups": widths,
+        "kv_channels": widths,
+        "add_qkv_bias": "its projections have no biases",
+        "qk_layernorm": "its compressed queries, keys and values always have norms",
+        "mrope_section": "it rotates by text position",
+    }
+    for name, value, default in _changed(decoder, *refused):
+        yield (
+            f"model.decoder.{name}={value} doesn't go with model.decoder.multi_latent_attention=True: {refused[name]};"
+            f" leave {name} at {default}"
+        )
+    width = decoder.qk_head_dim + decoder.qk_pos_emb_head_dim
+    if config.train.attention_backend == "cudnn" and decoder.v_head_dim != width:
+        yield (
+            f"train.attention_backend=cudnn needs values as wide as keys, but model.decoder.v_head_dim="
+            f"{decoder.v_head_dim} and qk_head_dim + qk_pos_emb_head_dim={width}; use flash"
+        )
+
+
+def yarn_is_whole(config: Config) -> Iterator[str]:
+    """YaRN's numbers have an effect, and its bounds are in order."""
+    decoder = config.model.decoder
+    if decoder.rope_type != "yarn":
+        names = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+        for name, value, default in _changed(decoder, *names, "mscale_all_dim"):
+            yield (
+                f"model.decoder.{name}={value} would have no effect with model.decoder.rope_type={decoder.rope_type};"
+                f" set that to yarn or leave {name} at {default}"
+            )
+        return
+    if not decoder.multi_latent_attention:
+        yield (
+            "model.decoder.rope_type=yarn needs model.decoder.multi_latent_attention=True; for Llama-3.1's scaling set"
+            " rope_type to rope and use_rope_scaling to true"
+        )
+    if decoder.use_rope_scaling:
+        yield (
+            "model.decoder.rope_type=yarn and model.decoder.use_rope_scaling=True both scale RoPE; leave one of them"
+            " out"
+        )
+    if decoder.beta_fast <= decoder.beta_slow:
+        yield (
+            f"model.decoder.beta_fast={decoder.beta_fast} must be above model.decoder.beta_slow={decoder.beta_slow};"
+            " DeepSeek-V3 has 32 and 1"
+        )
+    if decoder.rotary_base <= 1:
+        yield f"model.decoder.rotary_base={decoder.rotary_base} must be above 1 with model.decoder.rope_type=yarn"
 
 
 def mrope_sections_fill_the_head(config: Config) -> Iterator[str]:
@@ -91,7 +162,9 @@ def mrope_sections_fill_the_head(config: Config) -> Iterator[str]:
 
 
 def _decoder_tensor_sizes(config: Config) -> dict[str, int]:
-    names = ("num_query_groups", "num_attention_heads", "ffn_hidden_size", "hidden_size")
+    names = ["num_query_groups", "num_attention_heads", "ffn_hidden_size", "hidden_size"]
+    if config.model.decoder.multi_latent_attention:
+        names.remove("num_query_groups")
     sizes = {f"model.decoder.{name}": getattr(config.model.decoder, name) for name in names}
     # the multiple and not the padded size itself, so that checkpoints have the same shapes at every layout
     padding = config.model.decoder.make_vocab_size_divisible_by
@@ -239,6 +312,8 @@ MODEL_RULES = (
     query_groups_divide_the_heads,
     decoder_heads_can_rotate,
     rope_scaling_is_used,
+    latent_attention_is_whole,
+    yarn_is_whole,
     mrope_sections_fill_the_head,
     tensor_parallel_divides_the_decoder,
     projector_needs_an_encoder,

@@ -7,7 +7,10 @@ from jaxforge.config.fields import field
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The language decoder: a pre-norm transformer with SwiGLU (Llama, Qwen2.5, Qwen3 and their VL decoders)."""
+    """The language decoder: a pre-norm transformer with SwiGLU (Llama, Qwen2.5, Qwen3 and their VL decoders).
+
+    Its attention has grouped queries, or is DeepSeek's multi-head latent attention.
+    """
 
     num_layers: int = field(2, "transformer layers", unit="layers", flag="--num-layers")
     hidden_size: int = field(64, "width of the residual stream", unit="features", flag="--hidden-size")
@@ -44,6 +47,49 @@ class DecoderConfig:
     )
     mrope_interleaved: bool = field(
         False, "mRoPE frequencies alternate t, h, w (Qwen3-VL) instead of lying in blocks", flag="--mrope-interleaved"
+    )
+    multi_latent_attention: bool = field(
+        False,
+        "multi-head latent attention (DeepSeek-V2 and V3): queries, keys and values come from narrow projections;"
+        " num_query_groups and kv_channels are then unused",
+        flag="--multi-latent-attention",
+    )
+    q_lora_rank: int | None = field(
+        None, "latent: width of the compressed queries; None projects queries from the residual stream",
+        unit="features", flag="--q-lora-rank",
+    )
+    kv_lora_rank: int = field(
+        512, "latent: width of what keys and values are projected from", unit="features", flag="--kv-lora-rank"
+    )
+    qk_head_dim: int = field(
+        128, "latent: features of a query or key head that don't rotate", unit="features", flag="--qk-head-dim"
+    )
+    qk_pos_emb_head_dim: int = field(
+        64, "latent: features of a query or key head that rotate, in keys the same for all heads", unit="features",
+        flag="--qk-pos-emb-head-dim",
+    )
+    v_head_dim: int = field(128, "latent: width of a value head", unit="features", flag="--v-head-dim")
+    rope_type: str = field(
+        "rope", "RoPE, or with latent attention YaRN, which stretches it beyond the context of pretraining",
+        choices=("rope", "yarn"), flag="--rope-type",
+    )
+    rotary_scaling_factor: float = field(
+        40.0, "YaRN: how much longer the context becomes", flag="--rotary-scaling-factor"
+    )
+    original_max_position_embeddings: int = field(4096, "YaRN: context length before scaling", unit="positions")
+    beta_fast: float = field(
+        32.0, "YaRN: frequencies with more turns in the original context are left alone", unit="turns"
+    )
+    beta_slow: float = field(
+        1.0, "YaRN: frequencies with fewer turns in the original context are fully scaled", unit="turns"
+    )
+    mscale: float = field(
+        1.0, "YaRN: how much the rotated features grow, by (0.1 mscale ln(rotary_scaling_factor) + 1) over the same of"
+        " mscale_all_dim", flag="--mscale",
+    )
+    mscale_all_dim: float = field(
+        0.0, "YaRN: how much attention scores grow, by the square of 0.1 mscale_all_dim ln(rotary_scaling_factor) + 1",
+        flag="--mscale-all-dim",
     )
     untie_embeddings_and_output_weights: bool = field(
         True, "separate weights for embedding and output head", flag="--untie-embeddings-and-output-weights"

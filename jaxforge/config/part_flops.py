@@ -12,10 +12,23 @@ from jaxforge.config.model_schema import DecoderConfig, EncoderConfig, ModelConf
 
 def decoder_layer_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
     """Of a decoder layer, per token of a document of so many tokens: causal, so that it attends to half of them."""
-    width, heads = decoder.hidden_size, decoder.num_attention_heads * decoder.kv_channels
-    kv_heads = decoder.num_query_groups * decoder.kv_channels
-    projections = 2 * width * (heads + 2 * kv_heads) + 2 * heads * width
-    return projections + 2 * heads * length + 6 * width * decoder.ffn_hidden_size
+    return attention_flops(decoder, length) + 6 * decoder.hidden_size * decoder.ffn_hidden_size
+
+
+def attention_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
+    """Of the attention of a decoder layer, projections and all, per token of a document of so many tokens."""
+    width, num_heads = decoder.hidden_size, decoder.num_attention_heads
+    if not decoder.multi_latent_attention:
+        heads, kv_heads = num_heads * decoder.kv_channels, decoder.num_query_groups * decoder.kv_channels
+        return 2 * width * (heads + 2 * kv_heads) + 2 * heads * width + 2 * heads * length
+    queries = num_heads * (decoder.qk_head_dim + decoder.qk_pos_emb_head_dim)
+    keys, values = num_heads * decoder.qk_head_dim, num_heads * decoder.v_head_dim
+    latent, shared = decoder.kv_lora_rank, decoder.qk_pos_emb_head_dim
+    to_queries = width * queries
+    if decoder.q_lora_rank is not None:
+        to_queries = decoder.q_lora_rank * (width + queries)
+    to_keys_and_values = width * (latent + shared) + latent * (keys + values)
+    return 2 * (to_queries + to_keys_and_values + values * width) + (queries + values) * length
 
 
 def head_flops(decoder: DecoderConfig) -> int:

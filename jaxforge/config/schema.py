@@ -117,7 +117,8 @@ class MemoryConfig:
         " be smaller", unit="layers", flag="--recompute-num-layers",
     )
     recompute_modules: tuple[str, ...] = field(
-        (), "modules recomputed by the selective granularity, of core_attn, mlp and layernorm; none named is core_attn",
+        (), "modules recomputed by the selective granularity, of core_attn, mlp, layernorm, and with latent attention"
+        " mla_up_proj; none named is core_attn",
         flag="--recompute-modules",
     )
     activations: tuple[tuple[str, str], ...] = field(

@@ -27,6 +27,8 @@ _AT_LEAST_ONE = {
         "vocab_size", "make_vocab_size_divisible_by", "rope_scaling_original_max_position_embeddings", "mrope_section",
         "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
         "moe_router_num_groups", "moe_router_group_topk",
+        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor",
+        "original_max_position_embeddings",
     ),
     "model.encoder": (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "in_channels",
@@ -50,6 +52,7 @@ _AT_LEAST_ONE = {
     "checkpoint": ("keep",),
 }  # fmt: skip
 _AT_LEAST_ZERO = {
+    "model.decoder": ("mscale", "mscale_all_dim"),
     "parallel": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "optimizer": ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "loss": ("z_loss_coefficient",),
@@ -60,7 +63,7 @@ _AT_LEAST_ZERO = {
 _ABOVE_ZERO = {
     "model.decoder": (
         "norm_epsilon", "rotary_base", "init_method_std", "rope_scaling_factor", "rope_scaling_low_freq_factor",
-        "rope_scaling_high_freq_factor", "moe_router_topk_scaling_factor",
+        "rope_scaling_high_freq_factor", "moe_router_topk_scaling_factor", "beta_fast", "beta_slow",
     ),
     "model.encoder": ("norm_epsilon", "rotary_base", "init_method_std"),
     "model.projector": ("norm_epsilon",),

@@ -21,6 +21,7 @@ HOST_MEMORY = "pinned_host"
 # The logical name of the dimension over which an activation is sharded; the others are whole on each device.
 SHARDED_DIM = {
     **dict.fromkeys((LAYER_INPUT, "attn_norm", "mlp_norm_input", "mlp_norm", "dropout"), "residual_sequence"),
+    **dict.fromkeys(("query_compressed", "kv_compressed"), "residual_sequence"),
     **dict.fromkeys(("query", "core_attn"), "heads"),
     **dict.fromkeys(("key", "value"), "kv_heads"),
     **dict.fromkeys(("mlp_gate", "mlp_up", "mlp_act"), "ffn"),

@@ -15,6 +15,7 @@ from jaxforge.config.schema import DecoderConfig
 from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.attention import RESIDUAL, WHOLE, SelfAttention
 from jaxforge.models.dropout import dropout
+from jaxforge.models.latent_attention import LatentAttention
 from jaxforge.models.layer_order import LayerOrder
 from jaxforge.models.mlp import MLP
 from jaxforge.models.moe import ExpertsRun, MoE, StepTokens
@@ -49,20 +50,7 @@ class DecoderLayer(nnx.Module):
         experts: ExpertsRun | None = None,
     ):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.attention = SelfAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_query_groups,
-            config.kv_channels,
-            qkv_bias=config.add_qkv_bias,
-            out_bias=False,
-            qk_norm_epsilon=config.norm_epsilon if config.qk_layernorm else None,
-            causal=True,
-            std=config.init_method_std,
-            backend=backend,
-            placement=placement,
-            rngs=rngs,
-        )
+        self.attention = _attention(config, backend=backend, placement=placement, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         if experts is not None:
             self.moe = MoE(config, run=experts, placement=placement, rngs=rngs)
@@ -103,6 +91,27 @@ class DecoderLayer(nnx.Module):
             assert tokens is not None
             return x_BSD + drop(self.moe(normed_BSD, tokens), 1)
         return x_BSD + drop(self.mlp(normed_BSD), 1)
+
+
+def _attention(
+    config: DecoderConfig, *, backend: str, placement: Placement, rngs: nnx.Rngs
+) -> LatentAttention | SelfAttention:
+    if config.multi_latent_attention:
+        return LatentAttention(config, backend=backend, placement=placement, rngs=rngs)
+    return SelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_query_groups,
+        config.kv_channels,
+        qkv_bias=config.add_qkv_bias,
+        out_bias=False,
+        qk_norm_epsilon=config.norm_epsilon if config.qk_layernorm else None,
+        causal=True,
+        std=config.init_method_std,
+        backend=backend,
+        placement=placement,
+        rngs=rngs,
+    )
 
 
 class Decoder(nnx.Module):
@@ -265,7 +274,7 @@ class Decoder(nnx.Module):
         return dropout(x_BSD, dropout_keys_B2, 0, self.config.hidden_dropout, self.placement)
 
     def angles(self, positions_B3S: jax.Array) -> jax.Array:
-        """Rotary angles of every layer, [B, S, K / 2] fp32."""
+        """Rotary angles of every layer, [B, S, K / 2] fp32, for the K features of a head that rotate."""
         return decoder_angles(positions_B3S, decoder_frequencies(self.config))
 
     def row_segments(self, segment_ids_BS: jax.Array) -> RowSegments:

@@ -27,20 +27,23 @@ def attention(
     causal: bool,
     backend: str,
     placement: Placement,
+    scale: float | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v among tokens of one segment; segment 0 is padding and gives 0.  Returns [B, S, H, W].
+    """softmax(scale q k^T) v among tokens of one segment; segment 0 is padding and gives 0.  Returns [B, S, H, W].
 
     Heads may be sharded over tensor; G divides H, each key head serving H / G queries.
 
     Args:
       segments: what `row_segments` gives of segment ids, once for many layers.
-      backend: "xla" and "cudnn" hold [S, S] numbers, of each head or of all; "flash" doesn't.
+      backend: "xla" and "cudnn" hold [S, S] numbers, of each head or of all; "flash" doesn't.  With "cudnn" W is K.
+      scale: 1 / sqrt(K) by default.
     """
     if isinstance(segments, PackedMask):
         assert (backend, segments.causal) == ("flash", causal), "the tables are for another attention"
-        return _flash_attention(placement, q_BSHK, k_BSGK, v_BSGW, segments)
+        return _flash_attention(placement, scale, q_BSHK, k_BSGK, v_BSGW, segments)
     assert backend != "flash", "flash attention reads tables"
-    compute = functools.partial(_cudnn_attention if backend == "cudnn" else _xla_attention, causal=causal)
+    compute = _cudnn_attention if backend == "cudnn" else _xla_attention
+    compute = functools.partial(compute, causal=causal, scale=scale)
     island = placement.island(compute, [_HEADS, _KV_HEADS, _KV_HEADS, (None, None)], _HEADS)
     out_BSHW = island(q_BSHK, k_BSGK, v_BSGW, segments)
     # of cuDNN it is the kernel's own output that is kept: see jaxforge.memory.policy
@@ -77,15 +80,16 @@ def visible_keys(
     return visible_BST
 
 
-def reference_attention(q_BSHK, k_BTGK, v_BTGW, visible_BST) -> tuple[jax.Array, jax.Array]:
+def reference_attention(q_BSHK, k_BTGK, v_BTGW, visible_BST, scale=None) -> tuple[jax.Array, jax.Array]:
     """The definition, with all scores in fp32: out_BSHW in the dtype of `v`, and the log-sum-exp of the scores.
 
-    A query that sees nothing gives 0 and `MASKED`.  lse_BHS is float32.
+    The scale is 1 / sqrt(K) by default.  A query that sees nothing gives 0 and `MASKED`.  lse_BHS is float32.
     """
     B, S, H, K = q_BSHK.shape
     G, W = v_BTGW.shape[2:]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    scores_BGRST = jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32) * K**-0.5
+    scores_BGRST = jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32)
+    scores_BGRST = scores_BGRST * (K**-0.5 if scale is None else scale)
     visible_B11ST = visible_BST[:, None, None]
     scores_BGRST = jnp.where(visible_B11ST, scores_BGRST, MASKED)
     # softmax of a fully masked query would be uniform: the second mask makes it 0
@@ -108,27 +112,34 @@ def _softmax_jvp(primals, tangents):
     return weights, weights * (dscores - jnp.sum(weights * dscores, axis=-1, keepdims=True))
 
 
-def _xla_attention(q_BSHK, k_BSGK, v_BSGW, segment_ids_BS, *, causal: bool) -> jax.Array:
+def _xla_attention(q_BSHK, k_BSGK, v_BSGW, segment_ids_BS, *, causal: bool, scale: float | None) -> jax.Array:
     visible_BSS = visible_keys(segment_ids_BS, segment_ids_BS, causal=causal)
-    return reference_attention(q_BSHK, k_BSGK, v_BSGW, visible_BSS)[0]
+    return reference_attention(q_BSHK, k_BSGK, v_BSGW, visible_BSS, scale)[0]
 
 
-def _cudnn_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, *, causal: bool) -> jax.Array:
+def _cudnn_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, *, causal: bool, scale: float | None) -> jax.Array:
     """cuDNN's flash attention.  Its public entry knows no packing, so segments become an S x S bias shared by heads."""
     mask_B1SS = visible_keys(segment_ids_BS, segment_ids_BS, causal=causal)[:, None]
-    out_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, mask=mask_B1SS, implementation="cudnn")
+    out_BSHK = jax.nn.dot_product_attention(
+        q_BSHK, k_BSGK, v_BSGK, mask=mask_B1SS, scale=scale, implementation="cudnn"
+    )
     return jnp.where((segment_ids_BS > 0)[:, :, None, None], out_BSHK, 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash_attention(placement: Placement, q_BSHK, k_BSGK, v_BSGW, mask: PackedMask) -> jax.Array:
-    return _flash_forward(placement, q_BSHK, k_BSGK, v_BSGW, mask)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash_attention(
+    placement: Placement, scale: float | None, q_BSHK, k_BSGK, v_BSGW, mask: PackedMask
+) -> jax.Array:
+    return _flash_forward(placement, scale, q_BSHK, k_BSGK, v_BSGW, mask)[0]
 
 
-def _flash_forward(placement, q_BSHK, k_BSGK, v_BSGW, mask):
+def _flash_forward(placement, scale, q_BSHK, k_BSGK, v_BSGW, mask):
     # JAX doesn't differentiate the island, whose backward pass is one of its own: see below
     island = placement.island(
-        flash_attention, [_HEADS, _KV_HEADS, _KV_HEADS, _WHOLE], [_HEADS, _LOG_SUM_EXP], check_vma=False
+        functools.partial(flash_attention, scale=scale),
+        [_HEADS, _KV_HEADS, _KV_HEADS, _WHOLE],
+        [_HEADS, _LOG_SUM_EXP],
+        check_vma=False,
     )
     out_BSHW, lse_BHS = island(q_BSHK, k_BSGK, v_BSGW, mask)
     # kept with the heads side by side: of [B, S, H, W] XLA keeps all layers in one order and then reorders all of them
@@ -138,12 +149,12 @@ def _flash_forward(placement, q_BSHK, k_BSGK, v_BSGW, mask):
     return out_BSHW, (q_BSHK, k_BSGK, v_BSGW, mask, out_BSHW, lse_BHS)
 
 
-def _flash_backward(placement, residuals, dout_BSHW):
+def _flash_backward(placement, scale, residuals, dout_BSHW):
     """Heads are apart, so nothing is exchanged.  Kernels can't be interpreted where JAX checks what varies."""
 
     def gradients(q_BSHK, k_BSGK, v_BSGW, mask, out_BSHW, lse_BHS, dout_BSHW):
         delta_BHS = output_delta(out_BSHW, dout_BSHW)
-        return flash_attention_gradients(q_BSHK, k_BSGK, v_BSGW, mask, lse_BHS, dout_BSHW, delta_BHS)
+        return flash_attention_gradients(q_BSHK, k_BSGK, v_BSGW, mask, lse_BHS, dout_BSHW, delta_BHS, scale=scale)
 
     island = placement.island(
         gradients,

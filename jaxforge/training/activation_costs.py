@@ -188,12 +188,14 @@ def _cost(
         flops = _attention_flops(config, part, arrays)
     else:
         flops = max(array.flops for array in arrays if array.name == name)
+    # the down projections of latent attention are whole on each device, which divides their tokens if anything
+    sharers = shards if name in ("query_compressed", "kv_compressed") else tensor
     return ActivationCost(
         part=part,
         name=name,
         action=action if copies else RECOMPUTE,
         layer_bytes=sum(sizes),
-        recompute_flops=flops // tensor,
+        recompute_flops=flops // sharers,
         device_bytes=copies * stays,
         host_bytes=copies * moved,
     )
@@ -214,10 +216,10 @@ def _tensor_size(config: Config, part: str) -> int:
 
 def _attention_flops(config: Config, part: str, arrays: list[KeptArray]) -> int:
     """Two products over what each query sees, as `jaxforge.training.flops` counts it."""
-    [queries] = [array.shape for array in arrays if array.name == "query"]
+    [queries], [values] = ([array.shape for array in arrays if array.name == name] for name in ("query", "value"))
     rows, length, heads, width = queries
     if part == "decoder":
-        return 2 * rows * length * heads * width * length
+        return rows * length * heads * (width + values[-1]) * length
     encoder = config.model.encoder
     assert encoder is not None
     image = min(length, patches_per_full_image(encoder))

@@ -5,6 +5,7 @@ Counted are the matrix products that the mathematics needs, 2 FLOPs per multiply
 
     decoder layer, per token      2 D K (H + 2 G) + 2 H K D     query, key, value and output projections
                                   2 H K S                       causal attention: half of 4 H K S
+      with latent attention       2 Q (D + H K) + 2 D (C + R) + 2 C H (N + Y) + 2 H Y D + H (K + Y) S
                                   6 D F                         gate, up, down
     head, per token               2 D V
     encoder, per patch            2 C E                         patch embedding
@@ -14,7 +15,9 @@ Counted are the matrix products that the mathematics needs, 2 FLOPs per multiply
     projector, per visual token   2 W I + 2 I D                 once, and once for each DeepStack feature
 
 with D, E the widths of decoder and encoder, W = E merge^2, I the projector's inner width, S = train.seq_length,
-V the true vocabulary.  The backward pass costs twice the forward: once for the inputs, once for the weights.
+V the true vocabulary.  Of latent attention Q, C are the widths of compressed queries and of what keys and values come
+from, N, R the features of a key that don't rotate and that do, K = N + R, Y a value's; where queries aren't compressed
+they take 2 D H K.  The backward pass costs twice the forward: once for the inputs, once for the weights.
 
 What is left out: recomputation (it isn't the model's), norms, RoPE, softmax, lookups, the optimizer, and the adapters'
 own products (rank 16 on a projection of 4096 x 4096 is 0.8 % of its).

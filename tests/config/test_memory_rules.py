@@ -114,7 +114,8 @@ def test_a_layer_has_the_activations_that_its_kind_has():
         ),
         (
             selective("model.encoder", "mla_up_proj"),
-            "model.encoder.recompute_modules has mla_up_proj: multi-head latent attention isn't built yet",
+            "model.encoder.recompute_modules has mla_up_proj, which is of model.decoder.multi_latent_attention, and"
+            " these layers don't have it; use core_attn, mlp, layernorm",
         ),
         (
             selective("memory", "a2a_overlap_mlp"),

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from tiny_models import decoder_of, encoder_of
 
-from jaxforge.config.activations import LAYER_INPUT
+from jaxforge.config.activations import LAYER_INPUT, RECOMPUTE_MODULES
 from jaxforge.memory.policy import make_policies
 from jaxforge.models.decoder import DecoderLayer
 from jaxforge.models.vision import EncoderLayer
@@ -108,6 +108,25 @@ def test_cudnn_attention_keeps_the_kernels_own_output_and_log_sum_exp(capsys):
 def test_head_norms_and_rotations_are_computed_again_from_one_query_and_key(capsys):
     kept = residuals(capsys, *decoder_layer(make_policies({}), "flash", style="qwen3_vit"))
     assert kept == {name: [shape] for name, shape in SHAPES.items()} | {"core_attn": ["2,16,64", "2,8,16"]}
+
+
+def test_latent_attention_keeps_what_is_compressed_and_what_its_up_projections_make(capsys):
+    # of 8 heads: 6 + 4 features of queries, 6 of keys (the others are of kv_compressed), 5 of values
+    latent = dict(
+        multi_latent_attention=True, q_lora_rank=7, kv_lora_rank=9, qk_head_dim=6, qk_pos_emb_head_dim=8, v_head_dim=5
+    )
+    sizes = {
+        "query_compressed": "2,16,7", "kv_compressed": "2,16,17", "query": "2,16,8,14", "key": "2,16,8,6",
+        "value": "2,16,8,5",
+    }  # fmt: skip
+    expected = {name: [shape] for name, shape in (SHAPES | sizes).items()} | {"core_attn": ["2,16,40", "2,8,16"]}
+    assert residuals(capsys, *decoder_layer(make_policies({}), "flash", **latent)) == expected
+    up = dict.fromkeys(RECOMPUTE_MODULES["mla_up_proj"], "recompute")
+    kept = residuals(capsys, *decoder_layer(make_policies(up), "flash", **latent))
+    assert kept == {name: shapes for name, shapes in expected.items() if name not in ("query", "key", "value")}
+    without = latent | dict(q_lora_rank=None)
+    del expected["query_compressed"]
+    assert residuals(capsys, *decoder_layer(make_policies({}), "flash", **without)) == expected
 
 
 def test_masks_of_dropout_are_kept(capsys):

@@ -39,10 +39,11 @@ def test_megatrons_words_become_runs_of_layers(memory, expected):
     assert recompute_segments(MemoryConfig(**memory), LAYERS) == expected
 
 
-def gradient_program(encoder: str | None, decoder_memory: dict, encoder_memory: dict):
+def gradient_program(encoder: str | None, decoder_memory: dict, encoder_memory: dict, decoder_changes=()):
     """Gradients of all rows on one device, ready to call with parameters and rows; and these."""
     vision = dict(num_layers=LAYERS, deepstack_visual_indexes=(0, 2)) | encoder_memory
-    config = tiny_config(encoder, encoder_changes=vision if encoder else {}, decoder_changes=dict(num_layers=LAYERS))
+    decoder_changes = dict(num_layers=LAYERS) | dict(decoder_changes)
+    config = tiny_config(encoder, encoder_changes=vision if encoder else {}, decoder_changes=decoder_changes)
     config = dataclasses.replace(config, memory=MemoryConfig(**decoder_memory))
     graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0))))
     gradients = jax.jit(jax.grad(lambda parameters, rows: nnx.merge(graph, parameters).loss(rows)[0]))
@@ -121,6 +122,15 @@ def test_selective_recompute_does_the_products_of_its_modules_again_and_no_other
     if recomputed is None:  # one product in each layer that isn't recomputed as a whole
         recomputed = matmuls(*gradient_program(None, full("block", 1), {})) - products + 3
     assert matmuls(*gradient_program(None, decoder_memory, {})) - products == recomputed
+
+
+def test_recomputing_the_up_projections_of_latent_attention_is_two_products_of_a_layer():
+    latent = dict(multi_latent_attention=True, q_lora_rank=7, kv_lora_rank=9, qk_head_dim=6, qk_pos_emb_head_dim=8,
+                  v_head_dim=5)  # fmt: skip
+    memories = {}, selective("mla_up_proj"), selective("mla_up_proj", "core_attn")
+    kept, up, attention = (gradient_program(None, memory, {}, latent) for memory in memories)
+    assert matmuls(*up) - matmuls(*kept) == LAYERS * 2
+    assert matmuls(*attention) - matmuls(*kept) == LAYERS * 4
 
 
 def test_recomputing_takes_less_memory():

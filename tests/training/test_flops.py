@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from jaxforge.config import default_config, model_config, resolve
+from jaxforge.config.part_flops import attention_flops
 from jaxforge.config.schema import (
     AdapterConfig,
     Config,
@@ -48,6 +49,21 @@ PROJECTOR_ROW = 2 * 8 * (216 + 72)
 def test_decoder_flops_are_those_counted_by_hand():
     assert forward_flops_per_row(LANGUAGE).decoder == DECODER_ROW
     assert model_flops_per_step(LANGUAGE) == 3 * 3 * DECODER_ROW
+
+
+def test_flops_of_latent_attention_are_those_counted_by_hand():
+    # width 8, 4 heads with 3 + 2 features of queries and keys and 5 of values; 6 compressed, 7 for keys and values
+    decoder = dataclasses.replace(
+        DECODER, multi_latent_attention=True, q_lora_rank=6, kv_lora_rank=7, qk_head_dim=3, qk_pos_emb_head_dim=2,
+        v_head_dim=5,
+    )  # fmt: skip
+    # query 8x6 and 6x20; key and value 8x9 and 7x32; output 20x8; half of 5 tokens in products of 20 and 20
+    attention = 48 + 120 + 72 + 224 + 160 + 2.5 * (20 + 20)
+    config = dataclasses.replace(LANGUAGE, model=ModelConfig(decoder=decoder))
+    assert forward_flops_per_row(config).decoder == 2 * 5 * (2 * (attention + 240) + 240)
+    # without compression the query is 8x20
+    plain = dataclasses.replace(decoder, q_lora_rank=None)
+    assert attention_flops(decoder, 5) - attention_flops(plain, 5) == 2 * (168 - 160)
 
 
 def test_encoder_and_projector_flops_are_those_counted_by_hand():
