@@ -8,25 +8,43 @@ moved to host memory.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxforge.config.derived import layer_has_experts
 from jaxforge.config.schema import Config, DecoderConfig, EncoderConfig
 
 SAVE, RECOMPUTE, OFFLOAD = ACTIONS = ("save", "recompute", "offload")
 # What a layer, or a group of layers that is recomputed together, reads: where recomputing starts, so always kept.
 LAYER_INPUT = "layer_input"
 
+_SHARED = ("shared_gate", "shared_up", "shared_act")
 RECOMPUTE_MODULES = {
     "core_attn": ("core_attn",),
     "mla_up_proj": ("query", "key", "value"),
     "mlp": ("mlp_gate", "mlp_up", "mlp_act"),
     "layernorm": ("attn_norm", "mlp_norm"),
+    "moe": ("router", "dispatched_input", "expert_fc1", "moe_act", *_SHARED),
+    "moe_act": ("moe_act",),
+    "routed_experts": ("expert_fc1", "moe_act"),
+    "shared_experts": _SHARED,
+    # what may be computed again while tokens are on their way
+    "a2a_overlap_attn": ("attn_norm", "query_compressed", "kv_compressed", "query", "key", "value", "core_attn"),
+    "a2a_overlap_post_attn": ("mlp_norm", "router"),
+    "a2a_overlap_mlp": ("expert_fc1", "moe_act", *_SHARED),
 }
 OFFLOAD_MODULES = {
     "attn_norm": (LAYER_INPUT,),
     "core_attn": ("query", "key", "value"),
     "attn_proj": ("core_attn",),
     "mlp_norm": ("mlp_norm_input",),
+    "expert_fc1": ("dispatched_input",),
+    "moe_act": ("expert_fc1",),
 }
-OFFLOAD_TENSORS = {"pre_mlp_layernorm_output": ("mlp_norm",)}
+OFFLOAD_TENSORS = {"pre_mlp_layernorm_output": ("mlp_norm",), "dispatched_input": ("dispatched_input",)}
+# The field that gives layers what a module is of.
+_BROUGHT_BY = {
+    **dict.fromkeys(("moe", "moe_act", "routed_experts", "a2a_overlap_mlp"), "model.decoder.num_experts"),
+    "shared_experts": "model.decoder.moe_shared_expert_intermediate_size",
+    "mlp": "a dense layer in model.decoder.moe_layer_freq",
+}
 DEFAULT_RECOMPUTE_MODULES = ("core_attn",)
 FULL, SELECTIVE = "full", "selective"
 
@@ -52,7 +70,11 @@ def layer_activations(config: Config, part: str) -> tuple[str, ...]:
     """The names of a layer's activations in the order in which they are computed; `part` is decoder or encoder."""
     layer = _layer(config, part)
     is_gated = not isinstance(layer, EncoderConfig) or layer.swiglu
-    feed_forward = ("mlp_gate", "mlp_up", "mlp_act") if is_gated else ("mlp_up", "mlp_act")
+    feed_forward: tuple[str, ...] = ("mlp_gate", "mlp_up", "mlp_act") if is_gated else ("mlp_up", "mlp_act")
+    if isinstance(layer, DecoderConfig) and any(has_experts := layer_has_experts(layer)):
+        dense = () if all(has_experts) else feed_forward
+        shared = _SHARED if layer.moe_shared_expert_intermediate_size else ()
+        feed_forward = (*dense, "router", "dispatched_input", "expert_fc1", "moe_act", *shared)
     has_dropout = isinstance(layer, DecoderConfig) and layer.hidden_dropout > 0
     compressed: tuple[str, ...] = ()
     if isinstance(layer, DecoderConfig) and layer.multi_latent_attention:
@@ -65,11 +87,19 @@ def layer_activations(config: Config, part: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def recompute_modules(config: Config, part: str) -> tuple[str, ...]:
-    """The words of `recompute_modules` that the part's layers know."""
-    layer = _layer(config, part)
-    is_latent = isinstance(layer, DecoderConfig) and layer.multi_latent_attention
-    return tuple(module for module in RECOMPUTE_MODULES if module != "mla_up_proj" or is_latent)
+def absent_modules(config: Config, part: str) -> dict[str, str]:
+    """Of the words of `recompute_modules`, those for what the part's layers don't have, with what would bring it."""
+    layer, existing = _layer(config, part), layer_activations(config, part)
+    absent = {}
+    if not (isinstance(layer, DecoderConfig) and layer.multi_latent_attention):
+        absent["mla_up_proj"] = "model.decoder.multi_latent_attention"
+    for module, names in RECOMPUTE_MODULES.items():
+        if not set(names) & set(existing):
+            absent[module] = _BROUGHT_BY[module]
+    if part == "encoder" or not config.parallel.overlap_moe_expert_parallel_comm:
+        of_overlap = (module for module in RECOMPUTE_MODULES if "a2a" in module)
+        absent |= dict.fromkeys(of_overlap, "parallel.overlap_moe_expert_parallel_comm")
+    return absent
 
 
 def layer_actions(config: Config, part: str) -> dict[str, str]:

@@ -16,24 +16,15 @@ from jaxforge.config.activations import (
     SAVE,
     SELECTIVE,
     Decision,
+    absent_modules,
     decisions,
     layer_activations,
     model_parts,
     recompute_group,
-    recompute_modules,
 )
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config
 from jaxforge.config.values import close_names
-
-_EXPERTS, _EXPERT_OVERLAP = "mixture of experts", "overlap of expert communication"
-# words of Megatron and LoongForge, and the feature that brings them
-_UNBUILT_RECOMPUTE_MODULES = {
-    "moe": _EXPERTS, "moe_act": _EXPERTS, "shared_experts": _EXPERTS, "routed_experts": _EXPERTS,
-    "a2a_overlap_attn": _EXPERT_OVERLAP, "a2a_overlap_post_attn": _EXPERT_OVERLAP, "a2a_overlap_mlp": _EXPERT_OVERLAP,
-}  # fmt: skip
-_UNBUILT_OFFLOAD_MODULES = {"expert_fc1": _EXPERTS, "moe_act": _EXPERTS}
-_UNBUILT_OFFLOAD_TENSORS = {"dispatched_input": _EXPERTS}
 
 
 def recompute_is_whole(config: Config) -> Iterator[str]:
@@ -52,11 +43,8 @@ def recompute_is_whole(config: Config) -> Iterator[str]:
                     f"{path}.{name}={value} would have no effect, because {path}.recompute_granularity is"
                     f" {granularity}; set that to {needed} or {name} to {() if needed == SELECTIVE else None}"
                 )
-        known = recompute_modules(config, part)
-        absent = RECOMPUTE_MODULES.keys() - set(known)
-        yield from _known(
-            group.recompute_modules, f"{path}.recompute_modules", known, _UNBUILT_RECOMPUTE_MODULES, absent
-        )
+        absent = absent_modules(config, part)
+        yield from _known(group.recompute_modules, f"{path}.recompute_modules", RECOMPUTE_MODULES, absent)
         if granularity == FULL:
             num_layers = getattr(config.model, part).num_layers
             has_stages = part == "decoder" and config.parallel.pipeline_model_parallel_size > 1
@@ -94,28 +82,19 @@ def offloading_is_whole(config: Config) -> Iterator[str]:
             "memory.fine_grained_activation_offloading=True moves nothing; name something in memory.offload_modules"
             f" ({', '.join(OFFLOAD_MODULES)}) or memory.offload_tensors ({', '.join(OFFLOAD_TENSORS)})"
         )
-    yield from _known(
-        memory.offload_modules, "memory.offload_modules", OFFLOAD_MODULES, _UNBUILT_OFFLOAD_MODULES
-    )
-    yield from _known(
-        memory.offload_tensors, "memory.offload_tensors", OFFLOAD_TENSORS, _UNBUILT_OFFLOAD_TENSORS
-    )
+    existing = layer_activations(config, "decoder")
+    for name, table in (("offload_modules", OFFLOAD_MODULES), ("offload_tensors", OFFLOAD_TENSORS)):
+        absent = {word: "model.decoder.num_experts" for word in table if not set(table[word]) & set(existing)}
+        yield from _known(getattr(memory, name), f"memory.{name}", table, absent)
 
 
-def _known(
-    words: tuple[str, ...],
-    field: str,
-    known: Collection[str],
-    unbuilt: Mapping[str, str],
-    absent: Collection[str] = (),
-) -> Iterator[str]:
+def _known(words: tuple[str, ...], field: str, table: Collection[str], absent: Mapping[str, str]) -> Iterator[str]:
+    known = [word for word in table if word not in absent]
     for word in words:
-        if word in unbuilt:
-            yield f"{field} has {word}: {unbuilt[word]} isn't built yet; use {', '.join(known)}"
-        elif word in absent:
+        if word in absent:
             yield (
-                f"{field} has {word}, which is of model.decoder.multi_latent_attention, and these layers don't have it;"
-                f" use {', '.join(known)}"
+                f"{field} has {word}, which comes with {absent[word]}, and these layers don't have it; use"
+                f" {', '.join(known)}"
             )
         elif word not in known:
             yield f"{field} has {word!r}, which is none of {', '.join(known)}{close_names(word, known)}"

@@ -6,13 +6,27 @@ written out in `jaxforge.training.flops`.  How much a token or a patch attends t
 
 import numpy as np
 
-from jaxforge.config.derived import merged_patch_width, projector_ffn_hidden_size
+from jaxforge.config.derived import (
+    expert_ffn_hidden_size,
+    layer_has_experts,
+    merged_patch_width,
+    projector_ffn_hidden_size,
+)
 from jaxforge.config.model_schema import DecoderConfig, EncoderConfig, ModelConfig
 
 
-def decoder_layer_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
-    """Of a decoder layer, per token of a document of so many tokens: causal, so that it attends to half of them."""
-    return attention_flops(decoder, length) + 6 * decoder.hidden_size * decoder.ffn_hidden_size
+def decoder_layers_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
+    """Of all decoder layers, per token of a document of so many tokens: causal, so that it attends to half of them.
+
+    Of experts those that a token goes to.
+    """
+    with_experts = sum(layer_has_experts(decoder))
+    feed_forward = (decoder.num_layers - with_experts) * decoder.ffn_hidden_size
+    if decoder.num_experts is not None:
+        shared = decoder.moe_shared_expert_intermediate_size or 0
+        feed_forward += with_experts * (decoder.moe_router_topk * expert_ffn_hidden_size(decoder) + shared)
+    router = 2 * decoder.hidden_size * (decoder.num_experts or 0) * with_experts
+    return decoder.num_layers * attention_flops(decoder, length) + 6 * decoder.hidden_size * feed_forward + router
 
 
 def attention_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:

@@ -24,7 +24,10 @@ SHARDED_DIM = {
     **dict.fromkeys(("query_compressed", "kv_compressed"), "residual_sequence"),
     **dict.fromkeys(("query", "core_attn"), "heads"),
     **dict.fromkeys(("key", "value"), "kv_heads"),
-    **dict.fromkeys(("mlp_gate", "mlp_up", "mlp_act"), "ffn"),
+    **dict.fromkeys(("mlp_gate", "mlp_up", "mlp_act", "shared_gate", "shared_up", "shared_act"), "ffn"),
+    # by tokens, or where experts are cut over tensor by their width
+    **dict.fromkeys(("expert_fc1", "moe_act"), "expert_tokens"),
+    **dict.fromkeys(("router", "dispatched_input"), "tensor_experts"),
 }
 # cuDNN's attention can't name what its backward pass reads: the kernel's output and log-sum-exp
 KERNELS = {"dot_product_attention_fwd_wrapper": "core_attn"}

@@ -86,7 +86,7 @@ class MoE(nnx.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared = MLP(
                 width, config.moe_shared_expert_intermediate_size, activation="silu", gated=True, bias=False, std=std,
-                placement=placement, rngs=rngs,
+                placement=placement, rngs=rngs, name="shared",
             )  # fmt: skip
         self.config, self.run, self.placement = config, run, placement
 

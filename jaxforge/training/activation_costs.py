@@ -1,6 +1,7 @@
 """What each activation costs a run: memory where it is kept, matrix products where it is computed again."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,13 @@ from jaxforge.config.activations import (
     model_parts,
     recompute_group,
 )
-from jaxforge.config.derived import encoder_devices, encoder_tensor_parallel_size, patches_per_full_image
+from jaxforge.config.derived import (
+    encoder_devices,
+    encoder_tensor_parallel_size,
+    experts_are_over_tensor,
+    layer_has_experts,
+    patches_per_full_image,
+)
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.part_flops import window_patches
 from jaxforge.config.schema import Config
@@ -26,6 +33,8 @@ from jaxforge.memory.layer_costs import KeptArray, kept_arrays
 from jaxforge.memory.policy import SHARDED_DIM
 from jaxforge.memory.recompute import recompute_segments
 from jaxforge.models import VisionLanguageModel
+from jaxforge.models.layer_order import FEED_FORWARDS
+from jaxforge.models.parameters import segments_between
 from jaxforge.models.rope import patch_angles
 from jaxforge.ops.attention import row_segments
 from jaxforge.optim.paths import join
@@ -58,6 +67,14 @@ class ActivationCost:
     device_bytes: int
     host_bytes: int
 
+    def joined(self, other: "ActivationCost") -> "ActivationCost":
+        """The same activation in other layers beside these."""
+        return dataclasses.replace(
+            self,
+            device_bytes=self.device_bytes + other.device_bytes,
+            host_bytes=self.host_bytes + other.host_bytes,
+        )
+
 
 def activation_costs(
     config: Config, model: VisionLanguageModel, trainable: Tree, frozen: Tree, dtype: jnp.dtype, microbatches: int
@@ -70,13 +87,16 @@ def activation_costs(
       dtype: that they are computed in.
       microbatches: of each data parallel rank.
     """
-    costs = []
+    costs: list[ActivationCost] = []
     for part in model_parts(config):
         if _has_a_backward_pass(part, trainable):
-            arrays = _kept_by_layer(config, part, model, trainable, frozen, dtype)
-            kept, recomputed = _layers_at_once(config, part, microbatches)
-            names = dict.fromkeys(array.name for array in arrays)
-            costs += [_cost(config, part, name, arrays, kept, recomputed) for name in names]
+            of_part: dict[str, ActivationCost] = {}
+            for feed_forward, (kept, recomputed) in _layers_at_once(config, part, microbatches).items():
+                arrays = _kept_by_layer(config, part, model, trainable, frozen, dtype, feed_forward)
+                for name in dict.fromkeys(array.name for array in arrays):
+                    cost = _cost(config, part, name, arrays, kept, recomputed)
+                    of_part[name] = cost.joined(of_part[name]) if name in of_part else cost
+            costs += of_part.values()
     return costs
 
 
@@ -109,13 +129,15 @@ def _has_a_backward_pass(part: str, trainable: Tree) -> bool:
 
 
 def _kept_by_layer(
-    config: Config, part: str, model: VisionLanguageModel, trainable: Tree, frozen: Tree, dtype: jnp.dtype
-) -> list[KeptArray]:
+    config: Config, part: str, model: VisionLanguageModel, trainable: Tree, frozen: Tree, dtype: jnp.dtype,
+    feed_forward: str,
+) -> list[KeptArray]:  # fmt: skip
     make = _decoder_layer if part == "decoder" else _encoder_layer
     layer, x, batch = make(config, model, dtype)
 
     def one_layer(tree):
         layers = tree.get(part, {}).get("layers", {})
+        layers = {name: below for name, below in layers.items() if name not in FEED_FORWARDS or name == feed_forward}
         return jax.tree.map(lambda stack: jax.ShapeDtypeStruct(stack.shape[1:], dtype), layers)
 
     def apply(trainable, x, others):
@@ -160,25 +182,43 @@ def _encoder_layer(config: Config, model: VisionLanguageModel, dtype: jnp.dtype)
     return layer, jax.ShapeDtypeStruct((rows, patches, encoder.hidden_size), dtype), batch
 
 
-def _layers_at_once(config: Config, part: str, microbatches: int) -> tuple[int, int]:
-    """Layers whose activations a GPU keeps at a time, and units of which it keeps the input alone."""
+def _layers_at_once(config: Config, part: str, microbatches: int) -> dict[str, tuple[int, int]]:
+    """Layers whose activations a GPU keeps at a time, and units of which it keeps the input alone.
+
+    By the feed-forward of the layers, "mlp" or "moe".
+    """
+    found: dict[str, tuple[int, int]] = {}
+
+    def add(feed_forward, kept, recomputed):
+        before = found.get(feed_forward, (0, 0))
+        found[feed_forward] = before[0] + kept, before[1] + recomputed
+
     stages = pipeline_layout(config) if part == "decoder" else None
     if stages is not None:
-        slots = unit_slots(schedule_of(stages, microbatches), stage_units(config, stages))
-        kept = sum(of_kind.num_slots for kind, of_kind in slots.items() if not kind.is_recomputed)
-        return kept, sum(of_kind.num_slots for of_kind in slots.values()) - kept
+        for kind, slots in unit_slots(schedule_of(stages, microbatches), stage_units(config, stages)).items():
+            kept, recomputed = (0, slots.num_slots) if kind.is_recomputed else (slots.num_slots, 0)
+            add(kind.feed_forward, kept, recomputed)
+        return found
     group, _ = recompute_group(config, part)
-    segments = recompute_segments(group, getattr(config.model, part).num_layers)
-    return sum(count for count, unit in segments if not unit), sum(count // unit for count, unit in segments if unit)
+    num_layers = getattr(config.model, part).num_layers
+    segments, first = recompute_segments(group, num_layers), 0
+    has_experts = layer_has_experts(config.model.decoder) if part == "decoder" else (False,) * num_layers
+    for has, run in itertools.groupby(has_experts):
+        last = first + len(list(run))
+        for count, unit in segments_between(segments, first, last):
+            kept, recomputed = (0, count // unit) if unit else (count, 0)
+            add("moe" if has else "mlp", kept, recomputed)
+        first = last
+    return found
 
 
 def _cost(
     config: Config, part: str, name: str, arrays: list[KeptArray], kept_layers: int, recomputed_units: int
 ) -> ActivationCost:
-    shards, tensor = _shards(config, part, name), _tensor_size(config, part)
+    shards, tensor = _shards(config, part, name) / _buffer_share(config, name), _tensor_size(config, part)
     action = layer_actions(config, part).get(name, SAVE)
     smallest = config.memory.min_offloaded_tensor_size or 0
-    sizes = [array.bytes // shards for array in arrays if array.name == name]
+    sizes = [int(array.bytes / shards) for array in arrays if array.name == name]
     moved = sum(size for size in sizes if action == OFFLOAD and size >= smallest)
     if action == OFFLOAD and not moved:
         action = SAVE
@@ -186,6 +226,9 @@ def _cost(
     copies = kept_layers + (recomputed_units if name == LAYER_INPUT else 0)
     if name == "core_attn":  # a kernel, or products with all of [S, S]
         flops = _attention_flops(config, part, arrays)
+    elif name == "expert_fc1":  # a kernel, or a loop over experts
+        [rows, inner] = next(array.shape for array in arrays if array.name == name)
+        flops = 4 * rows * inner * config.model.decoder.hidden_size
     else:
         flops = max(array.flops for array in arrays if array.name == name)
     # the down projections of latent attention are whole on each device, which divides their tokens if anything
@@ -204,10 +247,21 @@ def _cost(
 def _shards(config: Config, part: str, name: str) -> int:
     """Devices among which an activation is divided."""
     if part == "decoder":
-        placement = decoder_placement(config.parallel.sequence_parallel)
+        over_tensor = experts_are_over_tensor(config)
+        placement = decoder_placement(config.parallel.sequence_parallel, experts_are_over_tensor=over_tensor)
     else:
         placement = encoder_placement()
     return _tensor_size(config, part) if placement.axes(SHARDED_DIM.get(name)) else 1
+
+
+def _buffer_share(config: Config, name: str) -> float:
+    """Rows that a device has room for, as a multiple of the (token, expert) pairs that it sends."""
+    decoder, parallel = config.model.decoder, config.parallel
+    ranks = parallel.expert_model_parallel_size
+    if name not in ("dispatched_input", "expert_fc1", "moe_act") or decoder.num_experts is None or ranks == 1:
+        return 1.0
+    at_most = ranks * min(decoder.moe_router_topk, decoder.num_experts // ranks) / decoder.moe_router_topk
+    return min(at_most, config.moe.moe_buffer_factor or at_most)
 
 
 def _tensor_size(config: Config, part: str) -> int:

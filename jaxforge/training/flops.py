@@ -6,7 +6,9 @@ Counted are the matrix products that the mathematics needs, 2 FLOPs per multiply
     decoder layer, per token      2 D K (H + 2 G) + 2 H K D     query, key, value and output projections
                                   2 H K S                       causal attention: half of 4 H K S
       with latent attention       2 Q (D + H K) + 2 D (C + R) + 2 C H (N + Y) + 2 H Y D + H (K + Y) S
-                                  6 D F                         gate, up, down
+                                  6 D F                         gate, up, down; with experts, F is that of the
+                                                                experts that a token goes to and of the shared ones,
+                                                                and 2 D E, with E experts, the router's
     head, per token               2 D V
     encoder, per patch            2 C E                         patch embedding
     encoder layer, per patch      8 E H K                       projections
@@ -32,7 +34,7 @@ import re
 from jaxforge.config.derived import patches_per_full_image
 from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.part_flops import (
-    decoder_layer_flops,
+    decoder_layers_flops,
     encoder_flops,
     head_flops,
     projector_flops,
@@ -74,7 +76,7 @@ def model_flops_per_step(config: Config) -> int:
 def forward_flops_per_row(config: Config) -> RowFlops:
     """The formulas of the module docstring, for one row."""
     model, tokens = config.model, config.train.seq_length
-    per_token = model.decoder.num_layers * decoder_layer_flops(model.decoder, tokens) + head_flops(model.decoder)
+    per_token = decoder_layers_flops(model.decoder, tokens) + head_flops(model.decoder)
     decoder = tokens * per_token
     if model.encoder is None:
         return RowFlops(encoder=0, projector=0, decoder=decoder)

@@ -299,7 +299,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def costs():
         alone = nnx.eval_shape(lambda: make_model(config, attention_backend(config, platform), nnx.Rngs(params=0)))
         microbatches = num_microbatches(config, mesh.devices.size)
-        return activation_costs(config, alone, trainable, frozen, dtype, microbatches)
+        return activation_costs(config, alone, trainable, join(frozen, router), dtype, microbatches)
 
     if config.memory.min_offloaded_tensor_size is not None:
         refuse_a_size_that_nothing_reaches(config, costs())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.model_schema import DecoderConfig
-from jaxforge.config.part_flops import decoder_layer_flops, head_flops
+from jaxforge.config.part_flops import decoder_layers_flops, head_flops
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.layout_string import FIELD
 
@@ -35,13 +35,14 @@ def flop_costs(decoder: DecoderConfig, seq_length: int, first_stage_flops: float
 
     Matrix products only, 2 FLOPs per multiply-add, causal attention at half (Narayanan et al. 2021, arXiv:2104.04473,
     appendix).  The embedding is a lookup: none.  An MTP layer is a decoder layer, a projection from twice the width and
-    a second use of the head (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    a second use of the head (DeepSeek-V3, arXiv:2412.19437, section 2.2).  Layers count as their mean, also where some
+    are dense and others have experts: released models give both about the same work.
 
     Args:
       seq_length: tokens of a row.
       first_stage_flops: of one row, for what else the first stage computes: an encoder and its projector.
     """
-    layer, head = decoder_layer_flops(decoder, seq_length), head_flops(decoder)
+    layer, head = decoder_layers_flops(decoder, seq_length) / decoder.num_layers, head_flops(decoder)
     return StageCosts(
         embedding=first_stage_flops / (seq_length * layer),
         loss=head / layer,
