@@ -68,9 +68,16 @@ def _full_recompute(group: Any, path: str, layers: int, model: str, has_stages: 
 
 def offloading_is_whole(config: Config) -> Iterator[str]:
     """The switch and what it moves go together."""
-    memory = config.memory
+    memory, existing = config.memory, layer_activations(config, "decoder")
     is_on, has_any = memory.fine_grained_activation_offloading, memory.offload_modules or memory.offload_tensors
-    for name in ("offload_modules", "offload_tensors"):
+    tables = {"offload_modules": OFFLOAD_MODULES, "offload_tensors": OFFLOAD_TENSORS}
+    absent = {
+        word: "model.decoder.num_experts"
+        for table in tables.values()
+        for word, names in table.items()
+        if not set(names) & set(existing)
+    }
+    for name in tables:
         value = getattr(memory, name)
         if value and not is_on:
             yield (
@@ -78,13 +85,12 @@ def offloading_is_whole(config: Config) -> Iterator[str]:
                 f" that to true, or {name} to ()"
             )
     if is_on and not has_any:
+        known = {name: ", ".join(word for word in table if word not in absent) for name, table in tables.items()}
         yield (
             "memory.fine_grained_activation_offloading=True moves nothing; name something in memory.offload_modules"
-            f" ({', '.join(OFFLOAD_MODULES)}) or memory.offload_tensors ({', '.join(OFFLOAD_TENSORS)})"
+            f" ({known['offload_modules']}) or memory.offload_tensors ({known['offload_tensors']})"
         )
-    existing = layer_activations(config, "decoder")
-    for name, table in (("offload_modules", OFFLOAD_MODULES), ("offload_tensors", OFFLOAD_TENSORS)):
-        absent = {word: "model.decoder.num_experts" for word in table if not set(table[word]) & set(existing)}
+    for name, table in tables.items():
         yield from _known(getattr(memory, name), f"memory.{name}", table, absent)
 
 

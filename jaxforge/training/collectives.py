@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 IRREGULAR = ("irregular",)  # the axes of groups that no combination of mesh axes makes
 
 Groups = frozenset[frozenset[int]]
@@ -27,7 +27,7 @@ class Collective:
       kind: one of KINDS.
       axes: the mesh axes over which devices exchange, those of more than one device, outermost first.
       bytes: of one execution on one device: the whole buffer, that is what an all-gather gives, what a reduce-scatter
-        takes, and what the other kinds give and take.
+        takes, what the other kinds give and take, and room for what a ragged all-to-all gives.
       count: executions in one run of the program: loops count as often as they turn.  A loop whose number of turns
         the compiler doesn't know counts once.
       in_loop: whether it lies in a loop (microbatches, layers).
@@ -153,6 +153,8 @@ def _buffer_bytes(instruction: _Instruction, kind: str, group_size: int) -> int:
     if not instruction.opcode.endswith("-start"):
         return _bytes(shape) * (group_size if kind == "reduce-scatter" else 1)
     parts = _elements(shape)
+    if kind == "ragged-all-to-all":
+        return _bytes(parts[1])  # its operands are what is sent, and an array like the result
     if kind == "all-reduce" and not parts[0].startswith("("):
         return _bytes(shape)  # the older form has the type of the result alone
     return max(_bytes(part) for part in parts[:2])  # operands, results; then perhaps synchronisation words

@@ -104,22 +104,61 @@ def test_a_layer_has_the_activations_that_its_kind_has():
     assert ", ".join(layer_activations(config, "encoder")) == NAMES.replace("mlp_gate, ", "")
 
 
+EXPERTS = {"model.decoder.num_experts": 4, "model.decoder.moe_shared_expert_intermediate_size": 8}
+
+
+def test_layers_with_experts_have_activations_of_their_own():
+    of_experts = "router, dispatched_input, expert_fc1, moe_act, shared_gate, shared_up, shared_act"
+    feed_forward = "mlp_gate, mlp_up, mlp_act"
+    config = config_with(EXPERTS, "qwen3_vit")
+    assert ", ".join(layer_activations(config, "decoder")) == NAMES.replace(feed_forward, of_experts)
+    config = config_with(EXPERTS | {"model.decoder.moe_layer_freq": (0, 1)}, "qwen3_vit")
+    assert ", ".join(layer_activations(config, "decoder")) == f"{NAMES}, {of_experts}"
+
+
+@pytest.mark.parametrize("module, recomputed", [
+    ("moe", {"router", "dispatched_input", "expert_fc1", "moe_act", "shared_gate", "shared_up", "shared_act"}),
+    ("moe_act", {"moe_act"}),
+    ("routed_experts", {"expert_fc1", "moe_act"}),
+    ("shared_experts", {"shared_gate", "shared_up", "shared_act"}),
+    ("a2a_overlap_attn", {"attn_norm", "query", "key", "value", "core_attn"}),
+    ("a2a_overlap_post_attn", {"mlp_norm", "router"}),
+    ("a2a_overlap_mlp", {"expert_fc1", "moe_act", "shared_gate", "shared_up", "shared_act"}),
+])  # fmt: skip
+def test_modules_of_experts_are_recomputed(module, recomputed):
+    overlap = {"parallel.expert_model_parallel_size": 2, "parallel.overlap_moe_expert_parallel_comm": True}
+    config = config_with(EXPERTS | overlap | selective("memory", module))
+    validate(config, 8)
+    assert layer_actions(config, "decoder") == dict.fromkeys(recomputed, "recompute")
+
+
+def test_what_experts_read_can_lie_in_host_memory():
+    moved = OFFLOADING | {"memory.offload_modules": ("expert_fc1", "moe_act")}
+    config = config_with(EXPERTS | moved)
+    validate(config, 8)
+    assert layer_actions(config, "decoder") == {"dispatched_input": "offload", "expert_fc1": "offload"}
+    config = config_with(EXPERTS | OFFLOADING | {"memory.offload_tensors": ("dispatched_input",)})
+    assert layer_actions(config, "decoder") == {"dispatched_input": "offload"}
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         # words
         (
             selective("memory", "moe_act"),
-            "memory.recompute_modules has moe_act: mixture of experts isn't built yet; use core_attn, mlp, layernorm",
+            "memory.recompute_modules has moe_act, which comes with model.decoder.num_experts, and these layers don't"
+            " have it; use core_attn, mlp, layernorm",
         ),
         (
             selective("model.encoder", "mla_up_proj"),
-            "model.encoder.recompute_modules has mla_up_proj, which is of model.decoder.multi_latent_attention, and"
-            " these layers don't have it; use core_attn, mlp, layernorm",
+            "model.encoder.recompute_modules has mla_up_proj, which comes with model.decoder.multi_latent_attention,"
+            " and these layers don't have it; use core_attn, mlp, layernorm",
         ),
         (
             selective("memory", "a2a_overlap_mlp"),
-            "memory.recompute_modules has a2a_overlap_mlp: overlap of expert communication isn't built yet",
+            "memory.recompute_modules has a2a_overlap_mlp, which comes with"
+            " parallel.overlap_moe_expert_parallel_comm, and",
         ),
         (
             selective("memory", "layer_norm"),
@@ -132,13 +171,13 @@ def test_a_layer_has_the_activations_that_its_kind_has():
         ),
         (
             OFFLOADING | {"memory.offload_modules": ("expert_fc1",)},
-            "memory.offload_modules has expert_fc1: mixture of experts isn't built yet; use attn_norm, core_attn,"
-            " attn_proj, mlp_norm",
+            "memory.offload_modules has expert_fc1, which comes with model.decoder.num_experts, and these layers don't"
+            " have it; use attn_norm, core_attn, attn_proj, mlp_norm",
         ),
         (
             OFFLOADING | {"memory.offload_tensors": ("dispatched_input",)},
-            "memory.offload_tensors has dispatched_input: mixture of experts isn't built yet; use"
-            " pre_mlp_layernorm_output",
+            "memory.offload_tensors has dispatched_input, which comes with model.decoder.num_experts, and these layers"
+            " don't have it; use pre_mlp_layernorm_output",
         ),
         (
             OFFLOADING | {"memory.offload_modules": ("mlp",)},
