@@ -70,6 +70,7 @@ def offloading_is_whole(config: Config) -> Iterator[str]:
     """The switch and what it moves go together."""
     memory, existing = config.memory, layer_activations(config, "decoder")
     is_on, has_any = memory.fine_grained_activation_offloading, memory.offload_modules or memory.offload_tensors
+    tables: dict[str, Mapping[str, tuple[str, ...]]]
     tables = {"offload_modules": OFFLOAD_MODULES, "offload_tensors": OFFLOAD_TENSORS}
     absent = {
         word: "model.decoder.num_experts"

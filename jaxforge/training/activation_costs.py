@@ -238,7 +238,7 @@ def _cost(
         name=name,
         action=action if copies else RECOMPUTE,
         layer_bytes=sum(sizes),
-        recompute_flops=flops // sharers,
+        recompute_flops=int(flops // sharers),
         device_bytes=copies * stays,
         host_bytes=copies * moved,
     )

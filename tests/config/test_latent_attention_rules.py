@@ -126,7 +126,7 @@ def test_the_up_projections_can_be_recomputed():
     assert plain_queries == tuple(name for name in names if name != "query_compressed")
     assert refusal(config_with({}, up)) == (
         "memory.recompute_modules has mla_up_proj, which comes with model.decoder.multi_latent_attention, and these"
-        " don't have it; use core_attn, mlp, layernorm"
+        " layers don't have it; use core_attn, mlp, layernorm"
     )
     moved = {"memory.fine_grained_activation_offloading": True, "memory.offload_modules": ("core_attn",)}
     assert "memory.recompute_modules (mla_up_proj) recomputes key, but memory.offload_modules (core_attn)" in refusal(

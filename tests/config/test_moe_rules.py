@@ -72,8 +72,8 @@ def test_what_can_be_is_accepted(fields):
         (EXPERTS, {"parallel": {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2}},
          "parallel.expert_tensor_parallel_size=2 is neither 1 nor parallel.tensor_model_parallel_size=4"),
         (EXPERTS, {"parallel": {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1,
-                                "expert_model_parallel_size": 2}}, "parallel.expert_model_parallel_size=2 is no multiple"
-         " of parallel.tensor_model_parallel_size=4"),
+                                "expert_model_parallel_size": 2}},
+         "parallel.expert_model_parallel_size=2 is no multiple of parallel.tensor_model_parallel_size=4"),
         (EXPERTS | {"moe_ffn_hidden_size": 33}, {"parallel": {"tensor_model_parallel_size": 2}},
          "parallel.tensor_model_parallel_size=2 does not divide model.decoder.moe_ffn_hidden_size=33; use 1, 3, 11 or"),
         (EXPERTS, {"parallel": {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}},
