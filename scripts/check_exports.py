@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from make_parity_fixtures import FIXTURES, TOKENS, logits_of
+from make_parity_fixtures import FIXTURES, TOKENS, WRITTEN_OUT, logits_of
 
 TOLERANCE = 1e-5
 
@@ -27,7 +27,7 @@ def problem_of(folder: Path, fixture: Path) -> tuple[str | None, float]:
         config = transformers.AutoConfig.from_pretrained(folder)
         model_class = getattr(transformers, config.architectures[0])
         model, info = model_class.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+            folder, dtype=torch.float32, output_loading_info=True, **WRITTEN_OUT
         )
     except Exception as error:  # whatever a release doesn't like; the other folders are checked all the same
         return f"not loaded: {error!r}", float("nan")

@@ -3,11 +3,12 @@
     python3.11 -m venv parity && parity/bin/pip install torch==2.13.0 transformers==5.24.0
     parity/bin/python scripts/make_parity_fixtures.py
 
-(torch's CPU build is enough; ten seconds, 5.5 MB.)  It runs in a venv of its own, because neither package is one of
+(torch's CPU build is enough; twenty seconds, 9 MB.)  It runs in a venv of its own, because neither package is one of
 JaxForge's; jaxforge isn't imported here.  The same machine and versions give the same files, byte for byte; another
 CPU may round differently.
 
-Each folder is a model as `save_pretrained` writes it, in fp32, and beside it:
+Each folder is a model as `save_pretrained` writes it, in fp32 (but Qwen3-VL's experts lie as in the published folders),
+and beside it:
 
 inputs.npz: documents, end to end.
   lengths [documents], and for each token: input_ids; loss_mask, whether it is to be predicted; token_types, 0 for text,
@@ -17,7 +18,7 @@ inputs.npz: documents, end to end.
 
 expected.npz: what the model makes of one document at a time, with its own rotary positions.
   logits [tokens, vocabulary] fp32; positions [3, tokens]; loss, the mean over the targets of all documents; and its
-  gradients, "gradient/NAME" for every tensor NAME of the model's safetensors files.
+  gradients, "gradient/NAME" for every tensor NAME of the model's safetensors files that has one.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "parity" / "fixtures"
 
@@ -38,6 +39,9 @@ VOCABULARY = 131  # a multiple of nothing; padded to 256 and cut in two, it leav
 VISION_START, VISION_END, IMAGE, VIDEO = 118, 119, 120, 121
 TEXT_TOKENS = 118
 IGNORE = -100
+# attention and experts without kernels of their own
+WRITTEN_OUT = dict(attn_implementation="eager", experts_implementation="eager")
+SELECTION_BIAS = "e_score_correction_bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,51 @@ def qwen3_vl(tied: bool) -> transformers.PreTrainedConfig:
     return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **TOKENS)
 
 
+# Widths at which no matrix of an expert is square, and every projection's own.
+EXPERTS = dict(hidden_size=40, intermediate_size=22, moe_intermediate_size=14, num_experts_per_tok=2)
+
+
+def qwen3_moe(tied: bool) -> transformers.PreTrainedConfig:
+    """With the first and the last of three layers of experts, or the second alone."""
+    layers = dict(decoder_sparse_step=2, mlp_only_layers=[]) if tied else dict(mlp_only_layers=[1])
+    return transformers.Qwen3MoeConfig(
+        **TEXT | EXPERTS | dict(num_hidden_layers=3), **layers, num_experts=6, norm_topk_prob=not tied, head_dim=16,
+        rms_norm_eps=1e-3, rope_parameters=dict(rope_type="default", rope_theta=3e5), tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def qwen3_vl_moe() -> transformers.PreTrainedConfig:
+    config = qwen3_vl(tied=False).to_dict()
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    vision = {key: value for key, value in config["vision_config"].items() if key != "model_type"}
+    return transformers.Qwen3VLMoeConfig(
+        text_config=text | EXPERTS | dict(num_experts=6, norm_topk_prob=True, tie_word_embeddings=False),
+        vision_config=vision, tie_word_embeddings=False, **TOKENS,
+    )  # fmt: skip
+
+
+def deepseek_v3(is_small: bool) -> transformers.PreTrainedConfig:
+    """With a dense layer first, and two shared experts; or without whatever a release may be without."""
+    # of the four frequencies 3 ** -i one turns more than twice in 32 positions, one less than half a time
+    yarn = dict(
+        rope_type="yarn", rope_theta=81.0, factor=8.0, original_max_position_embeddings=32, beta_fast=2.0,
+        beta_slow=0.5, mscale=0.7, mscale_all_dim=1.2,
+    )  # fmt: skip
+    large = dict(
+        num_hidden_layers=3, first_k_dense_replace=1, n_shared_experts=2, n_group=4, topk_group=2, norm_topk_prob=True,
+        q_lora_rank=12, rope_parameters=yarn, tie_word_embeddings=False,
+    )  # fmt: skip
+    small = dict(
+        num_hidden_layers=2, first_k_dense_replace=0, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=False,
+        q_lora_rank=None, rope_parameters=dict(rope_type="default", rope_theta=100.0), tie_word_embeddings=True,
+    )  # fmt: skip
+    fields = TEXT | EXPERTS | (small if is_small else large)
+    return transformers.DeepseekV3Config(
+        **fields | dict(num_key_value_heads=4, num_experts_per_tok=3), n_routed_experts=8, routed_scaling_factor=1.5,
+        kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, rms_norm_eps=1e-6, num_mtp_layers=0,
+    )  # fmt: skip
+
+
 def make_configs() -> dict[str, transformers.PreTrainedConfig]:
     """The models by their folders' names; the order seeds them."""
     return {
@@ -147,14 +196,19 @@ def make_configs() -> dict[str, transformers.PreTrainedConfig]:
         "qwen2_5_vl_tied": qwen2_5_vl(tied=True),
         "qwen3_vl": qwen3_vl(tied=False),
         "qwen3_vl_tied": qwen3_vl(tied=True),
+        "qwen3_moe": qwen3_moe(tied=False),
+        "qwen3_moe_tied": qwen3_moe(tied=True),
+        "qwen3_vl_moe": qwen3_vl_moe(),
+        "deepseek_v3": deepseek_v3(is_small=False),
+        "deepseek_v3_tied": deepseek_v3(is_small=True),
     }
 
 
 def make_model(config: transformers.PreTrainedConfig) -> torch.nn.Module:
-    """In fp32, with attention written out."""
+    """In fp32."""
     has_encoder = hasattr(config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if has_encoder else transformers.AutoModelForCausalLM
-    return auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    return auto.from_config(config, dtype=torch.float32, **WRITTEN_OUT).eval()
 
 
 @torch.no_grad()
@@ -176,8 +230,13 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
         elif "lm_head" in name:
             values = values * 1.5 / weight.shape[1] ** 0.5
         else:
-            values = values / weight.shape[1] ** 0.5
+            # the inputs are last, in the tensor of all experts too
+            values = values / weight.shape[-1] ** 0.5
         weight.copy_(values)
+    for name, bias in sorted(model.named_buffers()):
+        if name.endswith(SELECTION_BIAS):
+            # scores lie around 0.5: some choices change, and no expert is left without tokens
+            bias.copy_(0.15 * torch.randn(bias.shape, generator=generator))
 
 
 def _is_tied(model: torch.nn.Module) -> bool:
@@ -189,7 +248,7 @@ def make_inputs(config: transformers.PreTrainedConfig, seed: int) -> dict[str, n
     rng = np.random.default_rng(seed)
     has_encoder = hasattr(config, "vision_config")
     # Qwen3-VL has text between the frames of a video: their timestamps
-    frames_apart = config.model_type == "qwen3_vl"
+    frames_apart = config.model_type in ("qwen3_vl", "qwen3_vl_moe")
     documents = MEDIA_DOCUMENTS if has_encoder else TEXT_DOCUMENTS
     merge_area = config.vision_config.spatial_merge_size**2 if has_encoder else 1
 
@@ -294,16 +353,30 @@ def rotary_positions(model: torch.nn.Module, arguments: dict) -> np.ndarray:
 
 @torch.no_grad()
 def gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Gradients by the names that `save_pretrained` gives the weights: the model is saved with them in their place."""
+    """Gradients by the names of the weights' tensors: the model is saved with them in the weights' place."""
     weights = {name: weight.clone() for name, weight in model.named_parameters()}
     for weight in model.parameters():
         weight.copy_(weight.grad)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        save(model, Path(folder))
         tensors = load_file(Path(folder) / "model.safetensors")
     for name, weight in model.named_parameters():
         weight.copy_(weights[name])
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(SELECTION_BIAS)}
+    unused = [name for name, tensor in tensors.items() if not tensor.any()]
+    assert not unused, f"experts that no token goes to: {unused}"
     return {f"gradient/{name}": tensor.numpy() for name, tensor in tensors.items()}
+
+
+def save(model: torch.nn.Module, folder: Path, **options) -> None:
+    """As the model is published: this release saves Qwen3-VL's experts [experts, out, in], with in and out swapped."""
+    model.save_pretrained(folder, **options)
+    if model.config.model_type == "qwen3_vl_moe":
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        of_experts = [name for name in tensors if ".mlp.experts." in name]
+        tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in of_experts}
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def main() -> None:
@@ -320,7 +393,7 @@ def main() -> None:
         expected = expected_values(model, inputs)
         folder = out / name
         shutil.rmtree(folder, ignore_errors=True)
-        model.save_pretrained(folder, max_shard_size="40KB" if name.endswith("_sharded") else "50GB")
+        save(model, folder, max_shard_size="40KB" if name.endswith("_sharded") else "50GB")
         np.savez_compressed(folder / "inputs.npz", **inputs)
         np.savez_compressed(folder / "expected.npz", **expected)
         size = sum(path.stat().st_size for path in folder.iterdir())

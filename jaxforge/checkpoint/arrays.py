@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.models import VisionLanguageModel
 from jaxforge.models.layer_order import LayerOrder, is_in_stacks
-from jaxforge.models.moe import is_statistics
+from jaxforge.models.moe import is_router_state, is_statistics
 from jaxforge.optim.host_memory import is_in_host_memory, moved, to_device
 from jaxforge.optim.paths import split
 
@@ -79,6 +79,11 @@ def is_same_order(one: LayerOrder | None, other: LayerOrder | None) -> bool:
         return order is None or all(of_stack == tuple(range(len(of_stack))) for of_stack in order)
 
     return one == other or (in_turn(one) and in_turn(other))
+
+
+def exported_dtype(path: str, dtype: Any) -> Any:
+    """What a parameter is exported in, by the dtype of an export: what routers keep beside weights stays fp32."""
+    return jnp.dtype(jnp.float32 if is_router_state(path) else dtype)
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
@@ -186,7 +191,7 @@ class DeviceArrays:
 
     Args:
       parameters: nested dict of arrays.
-      dtype: what pieces are converted to before they leave the device.
+      dtype: what pieces are converted to before they leave the device; of a router's biases, fp32.
       order: in which the decoder's layers lie.
     """
 
@@ -195,14 +200,14 @@ class DeviceArrays:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             path: shape_in_turn(path, array.shape, order) for path, array in self._arrays.items()
         }
-        self._dtype, self._order = jnp.dtype(dtype), order
+        self._dtype, self._order = dtype, order
 
     def has(self, path: str, layer: int | None) -> bool:
         return path in self._arrays
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
         array, place = self._arrays[path], place_of(path, layer, self._order)
-        read = _piece(array.sharding, self._dtype, is_layer=place is not None)
+        read = _piece(array.sharding, exported_dtype(path, self._dtype), is_layer=place is not None)
         return np.asarray(read(array, place or 0).addressable_data(0))
 
 

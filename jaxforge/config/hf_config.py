@@ -13,10 +13,19 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxforge.config.defaults import encoder_from_yaml, locked
+from jaxforge.config.derived import expert_ffn_hidden_size, layer_has_experts
 from jaxforge.config.errors import ConfigError
+from jaxforge.config.hf_experts import (
+    UNREAD_LAYERS,
+    WITH_EXPERTS,
+    experts,
+    latent_attention,
+    new_experts,
+    new_latent_attention,
+)
+from jaxforge.config.hf_fields import Fields
 from jaxforge.config.model_schema import DecoderConfig, EncoderConfig, ModelConfig, ProjectorConfig
 from jaxforge.config.origins import origin_of, record_origins, set_value
-from jaxforge.config.values import as_mapping, check
 
 # model_type of config.json: the vision encoder's type, and the class that transformers loads
 FAMILIES: dict[str, tuple[str | None, str]] = {
@@ -25,6 +34,9 @@ FAMILIES: dict[str, tuple[str | None, str]] = {
     "qwen3": (None, "Qwen3ForCausalLM"),
     "qwen2_5_vl": ("qwen2_5_vit", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vit", "Qwen3VLForConditionalGeneration"),
+    "qwen3_moe": (None, "Qwen3MoeForCausalLM"),
+    "qwen3_vl_moe": ("qwen3_vit", "Qwen3VLMoeForConditionalGeneration"),
+    "deepseek_v3": (None, "DeepseekV3ForCausalLM"),
 }
 # Fields that are a run's choice and no part of the architecture.
 _CHOICES = {
@@ -42,10 +54,17 @@ _LLAMA3 = {
     "high_freq_factor": "rope_scaling_high_freq_factor",
     "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
 }
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+# What YaRN multiplies by: both are there, or neither and transformers' own rule is that of these defaults.
+_YARN_GROWTH = ("mscale", "mscale_all_dim")
 _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
 # The vision encoders' norms and rotations have these numbers in every release; config.json doesn't give them.
 _ENCODER_EPSILON, _ENCODER_ROTARY_BASE = 1e-6, 1e4
-_REQUIRED = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +74,12 @@ class Architecture:
     Attributes:
       family: its model_type, one of FAMILIES.
       model: sizes and kinds; fields that are a run's choice have their defaults.
+      num_unread_layers: layers behind the decoder's that aren't part of `model`: multi-token prediction isn't built.
     """
 
     family: str
     model: ModelConfig
+    num_unread_layers: int = 0
 
 
 def hf_model(folder: str | Path, choices: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -117,13 +138,14 @@ def architecture_of(config_json: Mapping[str, Any], where: str) -> Architecture:
         raise ConfigError(f"{where}: model_type={family!r} isn't supported; {', '.join(FAMILIES)} are")
     if config_json.get("quantization_config"):
         raise ConfigError(f"{where}: the weights are quantized; use the folder of the model in bfloat16")
-    top = _Fields(where, (config_json,))
-    text = _Fields(where, (config_json, top.mapping("text_config")))
+    top = Fields(where, (config_json,))
+    text = Fields(where, (config_json, top.mapping("text_config")))
     decoder = _decoder(text, family)
     encoder_type, _ = FAMILIES[family]
     if encoder_type is None:
-        return Architecture(family, ModelConfig(decoder=decoder))
-    vision = _Fields(f"{where}: vision_config", (top.mapping("vision_config"),))
+        unread = text.count(*UNREAD_LAYERS, default=0) if family == "deepseek_v3" else 0
+        return Architecture(family, ModelConfig(decoder=decoder), unread)
+    vision = Fields(f"{where}: vision_config", (top.mapping("vision_config"),))
     encoder = _encoder(vision, encoder_type)
     if (width := vision.get(int, "out_hidden_size")) != decoder.hidden_size:
         raise ConfigError(f"{where}: vision_config.out_hidden_size={width}, but hidden_size={decoder.hidden_size}")
@@ -149,6 +171,8 @@ def config_json_of(model: ModelConfig, family: str, base: Mapping[str, Any] | No
         written["text_config"] = written["text_config"] | _rotary_fields(model.decoder)
     if not nested or any(name in written for name in _ROTARY):
         written |= _rotary_fields(model.decoder)
+    if family == "deepseek_v3":
+        written |= {name: 0 for name in UNREAD_LAYERS if name in written or name == UNREAD_LAYERS[0]}
     again = architecture_of(written, "the config.json to write").model
     lost = differences(model, again)
     if lost:
@@ -170,15 +194,35 @@ def differences(mine: ModelConfig, theirs: ModelConfig) -> list[str]:
             if part == "projector" and field.name == "ffn_hidden_size" and mine.encoder and theirs.encoder:
                 a = a or mine.encoder.hidden_size * mine.encoder.spatial_merge_size**2
                 b = b or theirs.encoder.hidden_size * theirs.encoder.spatial_merge_size**2
+            if part == "decoder":
+                a, b = _comparable(left, field.name), _comparable(right, field.name)
             if field.name not in _CHOICES.get(part, ()) and a != b:
                 lines.append(f"model.{part}.{field.name} is {a}, there {b}")
     return lines
 
 
+def _comparable(decoder: DecoderConfig, name: str) -> Any:
+    """A field's value, the same for all ways to say the same."""
+    if name == "moe_layer_freq":
+        return tuple(map(int, layer_has_experts(decoder)))
+    if name == "moe_ffn_hidden_size" and decoder.num_experts is not None:
+        return expert_ffn_hidden_size(decoder)
+    if name in ("moe_router_num_groups", "moe_router_group_topk") and decoder.moe_router_num_groups == 1:
+        return None
+    return getattr(decoder, name)
+
+
 def family_of(model: ModelConfig) -> str:
     """The family that a model without a Hugging Face origin is exported as."""
+    has_experts = model.decoder.num_experts is not None
     if model.encoder is not None:
-        return {kind: family for family, (kind, _) in FAMILIES.items() if kind}[model.encoder.model_type]
+        kinds = {family: kind for family, (kind, _) in FAMILIES.items() if (family in WITH_EXPERTS) == has_experts}
+        found = [family for family, kind in kinds.items() if kind == model.encoder.model_type]
+        return found[0] if found else "qwen2_5_vl"
+    if model.decoder.multi_latent_attention:
+        return "deepseek_v3"
+    if has_experts:
+        return "qwen3_moe"
     if model.decoder.qk_layernorm:
         return "qwen3"
     return "qwen2" if model.decoder.add_qkv_bias else "llama"
@@ -188,44 +232,7 @@ def _presence(part: Any) -> str:
     return "None" if part is None else "set"
 
 
-class _Fields:
-    """Values by name, from the first of several mappings that has them, checked for their type."""
-
-    def __init__(self, where: str, mappings: tuple[Mapping[str, Any], ...]):
-        self.where, self._mappings = where, mappings
-
-    def get(self, kind: Any, *names: str, default: Any = _REQUIRED) -> Any:
-        """The value of the first name that any mapping has, a `kind`; a number is above 0.
-
-        Raises:
-          ConfigError: if it is something else, or if none has it and there is no default.
-        """
-        for mapping in self._mappings:
-            for name in names:
-                if mapping.get(name) is not None:
-                    value = check(mapping[name], kind, f"{self.where}: {name}")
-                    if kind in (int, float) and value <= 0:
-                        raise ConfigError(f"{self.where}: {name}={value} must be above 0")
-                    return value
-        if default is _REQUIRED:
-            raise ConfigError(f"{self.where} has no {names[0]}; add it, from the model's own config.json")
-        return default
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        """An object of fields; empty where there is none."""
-        for mapping in self._mappings:
-            if mapping.get(name) is not None:
-                return as_mapping(mapping[name], f"{self.where}: {name}")
-        return {}
-
-    def must_be(self, name: str, allowed: Any) -> None:
-        """ConfigError where the value is there and isn't what the model computes."""
-        value = next((mapping[name] for mapping in self._mappings if mapping.get(name) is not None), allowed)
-        if value != allowed:
-            raise ConfigError(f"{self.where}: {name}={value} isn't built; only {allowed} is")
-
-
-def _decoder(text: _Fields, family: str) -> DecoderConfig:
+def _decoder(text: Fields, family: str) -> DecoderConfig:
     text.get(str, "hidden_act")
     text.must_be("hidden_act", "silu")
     text.must_be("use_sliding_window", False)
@@ -235,29 +242,36 @@ def _decoder(text: _Fields, family: str) -> DecoderConfig:
     if layer_types:
         raise ConfigError(f"{text.where}: layer_types has {', '.join(sorted(layer_types))}, which isn't built")
     width, heads = text.get(int, "hidden_size"), text.get(int, "num_attention_heads")
-    # Llama and Qwen2 releases leave head_dim out where it is width / heads; Qwen3 states it
-    per_head = {"default": width // heads} if family in ("llama", "qwen2", "qwen2_5_vl") else {}
     return DecoderConfig(
         num_layers=text.get(int, "num_hidden_layers"),
         hidden_size=width,
         ffn_hidden_size=text.get(int, "intermediate_size"),
         num_attention_heads=heads,
-        num_query_groups=text.get(int, "num_key_value_heads"),
-        kv_channels=text.get(int, "head_dim", **per_head),
         vocab_size=text.get(int, "vocab_size"),
-        add_qkv_bias=family in ("qwen2", "qwen2_5_vl"),
-        qk_layernorm=family in ("qwen3", "qwen3_vl"),
         norm_epsilon=text.get(float, "rms_norm_eps"),
         untie_embeddings_and_output_weights=not text.get(bool, "tie_word_embeddings"),
+        **(latent_attention(text, heads) if family == "deepseek_v3" else _attention(text, family, width // heads)),
         **_rope(text, family),
+        **experts(text, family),
     )
 
 
-def _rope(text: _Fields, family: str) -> dict[str, Any]:
+def _attention(text: Fields, family: str, per_head: int) -> dict[str, Any]:
+    # Llama and Qwen2 releases leave head_dim out where it is width / heads; Qwen3 states it
+    default = {"default": per_head} if family in ("llama", "qwen2", "qwen2_5_vl") else {}
+    return dict(
+        num_query_groups=text.get(int, "num_key_value_heads"),
+        kv_channels=text.get(int, "head_dim", **default),
+        add_qkv_bias=family in ("qwen2", "qwen2_5_vl"),
+        qk_layernorm=family.startswith("qwen3"),
+    )
+
+
+def _rope(text: Fields, family: str) -> dict[str, Any]:
     """The decoder's rotary fields, from rope_theta with rope_scaling, or from rope_parameters."""
     parameters, scaling = text.mapping("rope_parameters"), text.mapping("rope_scaling")
-    new = _Fields(f"{text.where}: rope_parameters", (parameters,))
-    both = _Fields(f"{text.where}: rope_parameters/rope_scaling", (parameters, scaling))
+    new = Fields(f"{text.where}: rope_parameters", (parameters,))
+    both = Fields(f"{text.where}: rope_parameters/rope_scaling", (parameters, scaling))
     theta, theta_too = text.get(float, "rope_theta", default=None), new.get(float, "rope_theta", default=None)
     if theta is None and theta_too is None:
         raise ConfigError(f"{text.where} has neither rope_theta nor rope_parameters.rope_theta; add one")
@@ -270,20 +284,31 @@ def _rope(text: _Fields, family: str) -> dict[str, Any]:
     if kind == "llama3":
         found["use_rope_scaling"] = True
         found |= {field: both.get(type(getattr(DecoderConfig, field)), name) for name, field in _LLAMA3.items()}
+    elif kind == "yarn" and family == "deepseek_v3":
+        found["rope_type"] = "yarn"
+        found |= {field: both.get(type(getattr(DecoderConfig, field)), name) for name, field in _YARN.items()}
+        both.must_be("attention_factor", None)
+        both.must_be("truncate", True)
+        growth = {name: both.get(float, name, default=None) for name in _YARN_GROWTH}
+        if None not in growth.values():
+            found |= growth
+        elif set(growth.values()) != {None}:
+            raise ConfigError(f"{both.where} has one of {' and '.join(_YARN_GROWTH)}; give both, or neither")
     elif kind not in ("default", "mrope"):
-        raise ConfigError(f"{text.where}: rope_type={kind} isn't built; default and llama3 are")
+        built = "default, llama3 and yarn" if family == "deepseek_v3" else "default and llama3"
+        raise ConfigError(f"{text.where}: rope_type={kind} isn't built; {built} are")
     elif (factor := both.get(float, "factor", default=None)) is not None:
         raise ConfigError(f"{both.where} has factor={factor}, but no rope_type that uses it; add the type")
     if FAMILIES[family][0] is not None:
-        is_interleaved = family == "qwen3_vl"
+        is_interleaved = family.startswith("qwen3")
         found |= {"mrope_section": both.get(tuple[int, ...], "mrope_section"), "mrope_interleaved": is_interleaved}
         both.must_be("mrope_interleaved", is_interleaved)
     return found
 
 
-def _encoder(vision: _Fields, encoder_type: str) -> EncoderConfig:
+def _encoder(vision: Fields, encoder_type: str) -> EncoderConfig:
     width, heads = vision.get(int, "hidden_size"), vision.get(int, "num_heads")
-    rope = _Fields(f"{vision.where}.rope_parameters", (vision.mapping("rope_parameters"),))
+    rope = Fields(f"{vision.where}.rope_parameters", (vision.mapping("rope_parameters"),))
     shared: dict[str, Any] = dict(
         model_type=encoder_type,
         num_layers=vision.get(int, "depth"),
@@ -315,7 +340,7 @@ def _encoder(vision: _Fields, encoder_type: str) -> EncoderConfig:
     )
 
 
-def _activation(vision: _Fields) -> str:
+def _activation(vision: Fields) -> str:
     name = vision.get(str, "hidden_act")
     if name not in _ACTIVATIONS:
         raise ConfigError(f"{vision.where}: hidden_act={name} isn't built; {', '.join(_ACTIVATIONS)} are")
@@ -339,6 +364,11 @@ def _new_config_json(model: ModelConfig, family: str) -> dict[str, Any]:
     }
     if family in ("qwen2", "qwen2_5_vl") and decoder.kv_channels * decoder.num_attention_heads == decoder.hidden_size:
         del text["head_dim"]  # these families' classes compute it
+    if family in WITH_EXPERTS:
+        text |= new_experts(decoder, family)
+    if family == "deepseek_v3":
+        del text["head_dim"]
+        text |= new_latent_attention(decoder)
     top = {"architectures": [FAMILIES[family][1]], "model_type": family}
     if encoder is None:
         return top | text
@@ -384,6 +414,11 @@ def _rotary_fields(decoder: DecoderConfig) -> dict[str, Any]:
     if decoder.mrope_interleaved:
         special["mrope_interleaved"] = True
     kind = {"rope_type": "llama3" if decoder.use_rope_scaling else "default"}
+    if decoder.rope_type == "yarn":
+        kind = {"rope_type": "yarn"}
+        special |= {name: getattr(decoder, field) for name, field in _YARN.items()}
+        if decoder.mscale_all_dim:
+            special |= {name: getattr(decoder, name) for name in _YARN_GROWTH}
     return {
         "rope_theta": decoder.rotary_base,
         "rope_parameters": kind | special | {"rope_theta": decoder.rotary_base},

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxforge.checkpoint.arrays import ArrayReader, abstract_parameters, load
+from jaxforge.checkpoint.arrays import ArrayReader, abstract_parameters, exported_dtype, load
 from jaxforge.checkpoint.hf import HFArrays
 from jaxforge.config.derived import patches_per_full_image
 from jaxforge.config.errors import ConfigError
@@ -18,6 +18,8 @@ from jaxforge.config.model_schema import ModelConfig
 from jaxforge.config.schema import Config, DataConfig, TrainConfig
 from jaxforge.data.synthetic import SyntheticSource
 from jaxforge.models import VisionLanguageModel
+from jaxforge.models.moe import is_statistics
+from jaxforge.optim.paths import join, split
 
 Tree = Any
 # Visual tokens across the images of the comparison.
@@ -31,9 +33,15 @@ def compare_export(folder: str | Path, arrays: ArrayReader, model: ModelConfig, 
       ConfigError: where the folder is of another architecture, or its logits aren't those of the weights rounded to
         `dtype`.
     """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: VisionLanguageModel(model, rngs=nnx.Rngs(params=0))))
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: VisionLanguageModel(model, rngs=nnx.Rngs(params=0))))
     batch = {key: jnp.asarray(value)[None] for key, value in _row(model).items()}
-    logits = jax.jit(lambda parameters: nnx.merge(graph, parameters).logits(batch))
+    # of routers, which weights come without; logits don't depend on them
+    statistics, _ = split(nnx.to_pure_dict(abstract), is_statistics)
+
+    @jax.jit
+    def logits(parameters):
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), statistics)
+        return nnx.merge(graph, join(parameters, zeros)).logits(batch)
 
     def logits_of(reader: ArrayReader) -> np.ndarray:
         # one model at a time on the device
@@ -59,14 +67,14 @@ class Rounded:
     """Another reader's arrays, rounded to the dtype of an export."""
 
     def __init__(self, arrays: ArrayReader, dtype: str):
-        self._arrays, self._dtype = arrays, jnp.dtype(dtype)
+        self._arrays, self._dtype = arrays, dtype
         self.shapes: Mapping[str, tuple[int, ...]] = arrays.shapes
 
     def has(self, path: str, layer: int | None) -> bool:
         return self._arrays.has(path, layer)
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
-        return self._arrays.read(path, layer).astype(self._dtype)
+        return self._arrays.read(path, layer).astype(exported_dtype(path, self._dtype))
 
 
 def _row(model: ModelConfig) -> dict[str, np.ndarray]:

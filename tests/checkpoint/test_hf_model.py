@@ -19,6 +19,7 @@ from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxforge.training.program import build_program
+from jaxforge.training.verification import compare_export
 
 LLAMA, TIED, VL = FIXTURES / "llama", FIXTURES / "llama_tied", FIXTURES / "qwen2_5_vl"
 
@@ -298,6 +299,157 @@ def test_companions_may_be_links(tmp_path):
     copy_companions(tmp_path / "source", tmp_path / "target")
     copied = tmp_path / "target" / "tokenizer.json"
     assert copied.read_text() == "{}" and not copied.is_symlink()
+
+
+# Experts
+
+QWEN3_MOE, DEEPSEEK = FIXTURES / "qwen3_moe", FIXTURES / "deepseek_v3"
+_ONE_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def together(tensors):
+    """All experts in one tensor, as transformers 5 holds them: [E, 2 F, D] and [E, D, F]."""
+    found = {name: value for name, value in tensors.items() if not _ONE_EXPERT.fullmatch(name)}
+    layers = {match[1] for name in tensors if (match := _ONE_EXPERT.fullmatch(name))}
+    for layer in layers:
+
+        def of(kind, layer=layer):
+            count = sum(name.startswith(layer) for name in tensors) // 3
+            return np.stack([tensors[f"{layer}{number}.{kind}_proj.weight"] for number in range(count)])
+
+        found[f"{layer}gate_up_proj"] = np.concatenate([of("gate"), of("up")], axis=1)
+        found[f"{layer}down_proj"] = of("down")
+    return found
+
+
+def turned(tensors):
+    """Experts with inputs and outputs in the other order."""
+    return {name: value.swapaxes(1, 2) if ".experts." in name else value for name, value in tensors.items()}
+
+
+def separate(tensors):
+    """A tensor for each expert, of those that are together as published: [E, D, 2 F] and [E, F, D]."""
+    found = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name, value in tensors.items():
+        folder, _, kind = name.rpartition(".experts.")
+        for number, matrix in enumerate(value if folder else ()):
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            for part, weight in zip(names, np.split(matrix.T, len(names)), strict=True):
+                found[f"{folder}.experts.{number}.{part}.weight"] = weight
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("qwen3_moe", together),
+        ("qwen3_moe", lambda tensors: turned(together(tensors))),
+        ("deepseek_v3", together),
+        ("qwen3_vl_moe", turned),
+        ("qwen3_vl_moe", separate),
+    ],
+)
+def test_experts_load_however_they_are_stored_and_are_exported_as_published(tmp_path, name, change):
+    source = changed(tmp_path / "hf", name, change)
+    arrays, published = opened(source), opened(FIXTURES / name)
+    assert tensors_of(source).keys() != tensors_of(FIXTURES / name).keys() or change is turned
+    for path in (path for path in published.shapes if "/moe/" in path):
+        for layer in range(published.shapes[path][0]):
+            assert np.array_equal(arrays.read(path, layer), published.read(path, layer)), path
+    export(tmp_path / "out", arrays, model_of(source), source=source, dtype="float32")
+    assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(FIXTURES / name))
+
+
+def test_layers_of_both_kinds_have_their_numbers_among_all_layers():
+    # layers 0 and 2 have experts, layer 1 is dense
+    arrays, tensors = opened(QWEN3_MOE), tensors_of(QWEN3_MOE)
+    for place, layer in enumerate((0, 2)):
+        router = tensors[f"model.layers.{layer}.mlp.gate.weight"]
+        assert np.array_equal(arrays.read("decoder/layers/moe/router_DE", place), router.T)
+        down = tensors[f"model.layers.{layer}.mlp.experts.4.down_proj.weight"]
+        assert np.array_equal(arrays.read("decoder/layers/moe/down_EFD", place)[4], down.T)
+    dense = tensors["model.layers.1.mlp.up_proj.weight"]
+    assert np.array_equal(arrays.read("decoder/layers/mlp/up_DF", 0), dense.T)
+    norm = tensors["model.layers.2.input_layernorm.weight"]
+    assert np.array_equal(arrays.read("decoder/layers/attention_norm/scale", 2), norm)
+
+
+class Counted(InMemory):
+    """Remembers what was read."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.read_pieces = []
+
+    def read(self, path, layer):
+        self.read_pieces.append((path, layer))
+        return super().read(path, layer)
+
+
+def test_each_piece_is_read_once_for_all_its_experts(tmp_path):
+    arrays = Counted(load_parameters(DEEPSEEK, model_of(DEEPSEEK)))
+    export(tmp_path / "hf", arrays, model_of(DEEPSEEK), dtype="float32")
+    assert len(arrays.read_pieces) == len(set(arrays.read_pieces))
+    assert ("decoder/layers/moe/gate_EDF", 1) in arrays.read_pieces
+
+
+def test_biases_of_routers_are_exported_in_fp32_whatever_the_dtype(tmp_path):
+    model = model_of(DEEPSEEK)
+    arrays = DeviceArrays(load_parameters(DEEPSEEK, model), "bfloat16")
+    export(tmp_path / "hf", arrays, model, source=DEEPSEEK, dtype="bfloat16")
+    tensors, expected = tensors_of(tmp_path / "hf"), tensors_of(DEEPSEEK)
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        dtype = np.float32 if name.endswith("e_score_correction_bias") else ml_dtypes.bfloat16
+        assert tensors[name].dtype == dtype and np.array_equal(tensors[name], value.astype(dtype)), name
+
+
+def test_a_bfloat16_export_with_biases_verifies(tmp_path):
+    model = model_of(DEEPSEEK)
+    export(tmp_path / "hf", opened(DEEPSEEK), model, source=DEEPSEEK)
+    found = compare_export(tmp_path / "hf", opened(DEEPSEEK), model, "bfloat16")
+    assert "equal those of the weights in bfloat16" in found
+
+
+def with_another_layer(tensors):
+    """Those of the last layer again, one layer later, and what multi-token prediction has besides."""
+    later = {name.replace("layers.2.", "layers.3."): value for name, value in tensors.items() if ".layers.2." in name}
+    return tensors | later | {"model.layers.3.eh_proj.weight": np.ones((40, 80), np.float32)}
+
+
+def test_multi_token_prediction_is_left_out_with_a_warning_where_the_file_says_there_is_some(tmp_path, caplog):
+    says = lambda config: config | {"num_nextn_predict_layers": 1}  # noqa: E731
+    folder = changed(tmp_path / "hf", "deepseek_v3", with_another_layer, says)
+    export(tmp_path / "out", opened(folder), model_of(folder), source=folder, dtype="float32")
+    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "tensors of 1 layer(s) of multi-token prediction, which isn't built, are left out" in record.getMessage()
+    assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(DEEPSEEK))
+    assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    silent = changed(tmp_path / "silent", "deepseek_v3", with_another_layer)
+    assert "unexpected: model.layers.3." in refusal(silent)
+    # one layer is said, two are there
+    two = lambda tensors: with_another_layer(tensors) | {"model.layers.4.x": np.ones(1, np.float32)}  # noqa: E731
+    assert "unexpected: model.layers.4.x" in refusal(changed(tmp_path / "two", "deepseek_v3", two, says))
+
+
+def test_a_folder_lacks_all_experts_of_a_layer_or_none(tmp_path):
+    one = "model.layers.2.mlp.experts.3.up_proj.weight"
+    folder = changed(tmp_path / "hf", "qwen3_moe", without(one))
+    assert f"missing: {one} [14, 40]" in refusal(folder)
+    assert f"missing: {one} [14, 40] (other experts of its layer are there" in refusal(folder, [one])
+    every = [one.replace(".3.", f".{number}.") for number in range(6)]
+    arrays = opened(changed(tmp_path / "all", "qwen3_moe", without(*every)), ["*.layers.2.mlp.experts.*.up_proj.*"])
+    assert arrays.has("decoder/layers/moe/up_EDF", 0) and not arrays.has("decoder/layers/moe/up_EDF", 1)
+
+
+def test_a_folder_may_have_another_number_of_experts_by_pattern(tmp_path):
+    model = model_of(QWEN3_MOE)
+    fewer = dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, num_experts=4))
+    with pytest.raises(ConfigError, match="num_experts is 4, there 6"):
+        HFArrays(QWEN3_MOE, fewer)
+    patterns = [f"*.experts.{number}.*" for number in (4, 5)]
+    arrays = HFArrays(QWEN3_MOE, fewer, ["*.mlp.gate.weight"], patterns)
+    assert arrays.read("decoder/layers/moe/up_EDF", 1).shape == (4, 40, 14)
 
 
 # Layouts

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.hf.tensors import Fused, Linear, Matrix, PatchConvolution, Tensor, Vector, Vocabulary
+from jaxforge.checkpoint.hf.tensors import (
+    AllExperts,
+    Expert,
+    Fused,
+    Linear,
+    Matrix,
+    PatchConvolution,
+    RotaryLinear,
+    Tensor,
+    Vector,
+    Vocabulary,
+)
 
 
 def numbers(*rows) -> np.ndarray:
@@ -48,6 +59,43 @@ def test_the_inputs_of_a_projection_from_heads_lie_head_after_head():
     there = numbers([1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12])
     here_HKD = numbers([[1, 5, 9], [2, 6, 10]], [[3, 7, 11], [4, 8, 12]])
     assert_both_ways(Linear("t", "p", num_inputs=2), there, [here_HKD])
+
+
+def test_pairs_that_rotate_lie_side_by_side_there():
+    # one input, two heads of one feature that doesn't rotate and four that do: a0 b0 a1 b1 there, a0 a1 b0 b1 here
+    there = numbers([1], [2], [3], [4], [5], [6], [7], [8], [9], [10])
+    here_DHK = numbers([[1, 2, 4, 3, 5], [6, 7, 9, 8, 10]])
+    assert_both_ways(RotaryLinear("t", "p", num_rotary=4), there, [here_DHK])
+    # without heads, of which keys share what rotates
+    assert_both_ways(RotaryLinear("t", "p", num_rotary=4), there[:5], [numbers([1, 2, 4, 3, 5])])
+
+
+def test_an_expert_is_a_slice_here():
+    # three experts of two inputs and one output
+    here_EDF = numbers([[1], [2]], [[3], [4]], [[5], [6]])
+    for number, there in enumerate((numbers([1, 2]), numbers([3, 4]), numbers([5, 6]))):
+        expert = Expert("t", "p", number=number)
+        assert expert.hf_shape([here_EDF.shape]) == there.shape
+        assert np.array_equal(expert.to_hf([here_EDF]), there)
+        assert np.array_equal(expert.to_ours(there, [here_EDF.shape])[0], here_EDF[number])
+
+
+def test_all_experts_in_one_tensor_have_gate_and_up_side_by_side():
+    # two experts of two inputs and one inner feature: columns are gate, up
+    there = numbers([[1, 2], [3, 4]], [[5, 6], [7, 8]])
+    gate_EDF, up_EDF = numbers([[1], [3]], [[5], [7]]), numbers([[2], [4]], [[6], [8]])
+    together = AllExperts("t", "moe/{part}", parts=("gate", "up"))
+    assert together.paths == ("moe/gate", "moe/up")
+    assert_both_ways(together, there, [gate_EDF, up_EDF])
+    turned = numbers([[1, 3], [2, 4]], [[5, 7], [6, 8]])
+    assert_both_ways(AllExperts("t", "moe/{part}", parts=("gate", "up"), transposed=True), turned, [gate_EDF, up_EDF])
+
+
+def test_layers_of_a_stack_may_have_other_numbers_there():
+    assert [Vector("layers.{}.b", "p").name_in(layer) for layer in (0, 1)] == ["layers.0.b", "layers.1.b"]
+    some = Vector("layers.{}.b", "p", layers=(1, 3))
+    assert [some.name_in(layer) for layer in (0, 1)] == ["layers.1.b", "layers.3.b"]
+    assert Vector("b", "p").name_in(None) == "b"
 
 
 def test_a_vocabulary_is_padded_with_zeros_here_and_true_there():  # F11

@@ -9,12 +9,14 @@ import pytest
 from jaxforge.config import ConfigError, hf_model, load_config, model_config, resolve, value_origins
 from jaxforge.config.defaults import CONFIGS
 from jaxforge.config.hf_config import architecture_of, config_json_of, family_of, read_architecture
-from jaxforge.config.model_schema import DecoderConfig
+from jaxforge.config.model_schema import DecoderConfig, ModelConfig
 
 # As their publishers serve them; the keys are the names in configs/models where there is such a file.
 PUBLISHED = {
     file.stem: json.loads(file.read_text()) for file in (Path(__file__).parent / "data" / "published").glob("*.json")
 }
+# DeepSeek-V3 is published in fp8 alone, which is refused: what follows is of a copy in bfloat16
+QUANTIZATION = PUBLISHED["deepseek_v3"].pop("quantization_config")
 MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.py"))
 RELEASED = [name for name in MODELS if not name.startswith("demo")]
 FAMILIES = {
@@ -24,6 +26,9 @@ FAMILIES = {
     "qwen3_8b": "qwen3",
     "qwen2_5_vl_7b": "qwen2_5_vl",
     "qwen3_vl_8b": "qwen3_vl",
+    "qwen3_30b_a3b": "qwen3_moe",
+    "qwen3_vl_30b_a3b": "qwen3_vl_moe",
+    "deepseek_v3": "deepseek_v3",
 }
 ARCHITECTURES = [name for name in FAMILIES if name in MODELS]
 
@@ -86,8 +91,8 @@ def in_the_new_form(config_json: dict) -> dict:
         config_json = {key: config_json[key] for key in of_the_whole} | {"text_config": text}
     text = config_json.get("text_config", config_json)
     scaling = text.pop("rope_scaling", None) or {}
-    scaling.pop("type", None)
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": text.pop("rope_theta")} | scaling
+    kind = "yarn" if scaling.pop("type", None) == "yarn" else "default"
+    text["rope_parameters"] = {"rope_type": kind, "rope_theta": text.pop("rope_theta")} | scaling
     return config_json
 
 
@@ -108,7 +113,7 @@ def test_rotary_settings_survive_export_in_both_forms(name, form):  # F17
     text = written.get("text_config", written)
     assert text["rope_theta"] == text["rope_parameters"]["rope_theta"] == old["rope_theta"]
     special = {key: value for key, value in (old.get("rope_scaling") or {}).items() if "type" not in key}
-    kind = "llama3" if FAMILIES[name] == "llama" else "default"
+    kind = {"llama": "llama3", "deepseek_v3": "yarn"}.get(FAMILIES[name], "default")
     assert text["rope_scaling"] == ({"rope_type": kind} | special if special else None)
     assert text["rope_parameters"] == {"rope_type": kind, "rope_theta": old["rope_theta"]} | special
 
@@ -183,7 +188,141 @@ def test_a_missing_width_of_a_head_is_not_guessed_where_it_is_not_width_over_hea
     assert "config.json has no head_dim" in refusal(config)
 
 
+# Experts
+
+
+def with_text(name: str, **changes) -> dict:
+    """A published file with other fields of its language model."""
+    config = published(name)
+    config.get("text_config", config).update(changes)
+    return config
+
+
+def layers_of(config_json: dict) -> tuple[int, ...] | None:
+    return model_of(config_json).decoder.moe_layer_freq
+
+
+def test_layers_with_experts_are_those_that_qwen3s_class_makes():
+    four = dict(num_hidden_layers=4)
+    for name in ("qwen3_30b_a3b", "qwen3_vl_30b_a3b"):
+        assert layers_of(with_text(name, **four)) is None
+        # every second layer, from the second on
+        assert layers_of(with_text(name, **four, decoder_sparse_step=2)) == (0, 1, 0, 1)
+        assert layers_of(with_text(name, **four, mlp_only_layers=[0, 3])) == (0, 1, 1, 0)
+        assert layers_of(with_text(name, **four, decoder_sparse_step=2, mlp_only_layers=[3])) == (0, 1, 0, 0)
+
+
+def test_layers_with_experts_are_those_that_deepseeks_class_makes():
+    four = dict(num_hidden_layers=4)
+    assert layers_of(with_text("deepseek_v3", **four, first_k_dense_replace=0)) is None
+    assert layers_of(with_text("deepseek_v3", **four)) == (0, 0, 0, 1)
+    assert layers_of(with_text("deepseek_v3", **four, first_k_dense_replace=1, moe_layer_freq=2)) == (0, 0, 1, 0)
+
+
+def test_layers_with_experts_survive_export():
+    for name, layers in (("qwen3_30b_a3b", (0, 1, 1, 0)), ("deepseek_v3", (0, 0, 1, 1))):
+        decoder = dataclasses.replace(model_of(published(name)).decoder, num_layers=4, moe_layer_freq=layers)
+        written = config_json_of(ModelConfig(decoder=decoder), FAMILIES[name])
+        assert layers_of(written) == layers
+        # all of them, said in either way
+        for every in (None, (1, 1, 1, 1)):
+            model = ModelConfig(decoder=dataclasses.replace(decoder, moe_layer_freq=every))
+            assert layers_of(config_json_of(model, FAMILIES[name])) is None
+    later = ModelConfig(decoder=dataclasses.replace(decoder, moe_layer_freq=(0, 1, 0, 1)))
+    with pytest.raises(ConfigError, match=r"can't express .*moe_layer_freq is \(0, 1, 0, 1\), there \(0, 1, 1, 1\)"):
+        config_json_of(later, "deepseek_v3")
+
+
+def test_weights_of_experts_are_normalised_where_the_file_says_so():
+    assert not model_of(published("qwen3_30b_a3b")).decoder.moe_router_pre_softmax
+    plain = model_of(with_text("qwen3_30b_a3b", norm_topk_prob=False))
+    assert plain.decoder.moe_router_pre_softmax
+    assert config_json_of(plain, "qwen3_moe")["norm_topk_prob"] is False
+    # the class of Qwen3-VL normalises in any case
+    assert "norm_topk_prob=False isn't built" in refusal(with_text("qwen3_vl_30b_a3b", norm_topk_prob=False))
+
+
+def test_the_number_of_experts_has_two_names():
+    config = published("qwen3_30b_a3b")
+    config["num_local_experts"] = config.pop("num_experts")
+    assert model_of(config) == model_of(published("qwen3_30b_a3b"))
+
+
+def test_shared_experts_are_as_wide_as_all_of_them():
+    two = model_of(with_text("deepseek_v3", n_shared_experts=2))
+    assert two.decoder.moe_shared_expert_intermediate_size == 2 * 2048
+    assert config_json_of(two, "deepseek_v3")["n_shared_experts"] == 2
+    for width in (None, 3000):
+        decoder = dataclasses.replace(two.decoder, moe_shared_expert_intermediate_size=width)
+        with pytest.raises(ConfigError, match=f"moe_shared_expert_intermediate_size is {width}, there 2048"):
+            config_json_of(ModelConfig(decoder=decoder), "deepseek_v3")
+
+
+def test_one_group_of_experts_is_none():
+    one = model_of(with_text("deepseek_v3", n_group=1, topk_group=1))
+    assert one.decoder.moe_router_num_groups is None and one.decoder.moe_router_group_topk is None
+    decoder = dataclasses.replace(one.decoder, moe_router_num_groups=1, moe_router_group_topk=1)
+    for model in (one, ModelConfig(decoder=decoder)):
+        written = config_json_of(model, "deepseek_v3")
+        assert (written["n_group"], written["topk_group"]) == (1, 1)
+
+
+def test_queries_are_compressed_unless_the_file_says_null():
+    assert model_of(with_text("deepseek_v3", q_lora_rank=None)).decoder.q_lora_rank is None
+    config = published("deepseek_v3")
+    del config["q_lora_rank"]
+    assert "config.json has no q_lora_rank" in refusal(config)
+
+
+def test_yarn_grows_by_both_of_its_numbers_or_by_its_own_rule():
+    def scaling(**changes):
+        return published("deepseek_v3")["rope_scaling"] | changes
+
+    for numbers in ((0.7, 1.2), (1.0, 1.0)):
+        two = dict(zip(("mscale", "mscale_all_dim"), numbers, strict=True))
+        model = model_of(with_text("deepseek_v3", rope_scaling=scaling(**two)))
+        assert (model.decoder.mscale, model.decoder.mscale_all_dim) == numbers
+    neither = {key: value for key, value in scaling().items() if "mscale" not in key}
+    model = model_of(with_text("deepseek_v3", rope_scaling=neither))
+    assert (model.decoder.mscale, model.decoder.mscale_all_dim) == (1, 0)
+    assert model_of(config_json_of(model, "deepseek_v3")) == model
+    one = refusal(with_text("deepseek_v3", rope_scaling=neither | {"mscale": 1.0}))
+    assert "has one of mscale and mscale_all_dim; give both, or neither" in one
+
+
+def test_multi_token_prediction_is_counted_and_not_exported():
+    base = published("deepseek_v3")
+    assert architecture_of(base, "config.json").num_unread_layers == 1
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        without = {key: value for key, value in base.items() if key != "num_nextn_predict_layers"}
+        assert architecture_of(without, "config.json").num_unread_layers == 0
+        assert architecture_of(without | {name: 2}, "config.json").num_unread_layers == 2
+        written = config_json_of(model_of(base), "deepseek_v3", without | {name: 2})
+        # its class has one by default
+        assert written[name] == written["num_nextn_predict_layers"] == 0
+
+
+def test_settings_of_a_training_stay_as_they_are():
+    base = with_text("qwen3_30b_a3b", router_aux_loss_coef=0.02)
+    assert config_json_of(model_of(base), "qwen3_moe", base)["router_aux_loss_coef"] == 0.02
+
+
 # What is refused
+
+OF_EXPERTS = {
+    "qwen3_moe": [
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+        "norm_topk_prob",
+    ],
+    "qwen3_vl_moe": [
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+    ],
+    "deepseek_v3": [
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
+        "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -191,7 +330,8 @@ def test_every_field_that_is_needed_is_asked_for_by_name(name):
     config = published(name)
     text = "text_config" if "text_config" in config else None
     needed = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    for field in (*needed, "vocab_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings"):
+    needed += ["vocab_size", "rms_norm_eps", "hidden_act", "tie_word_embeddings"]
+    for field in needed + OF_EXPERTS.get(FAMILIES[name], []):
         config = published(name)
         holder = config[text] if text and field in config[text] else config
         del holder[field]
@@ -223,6 +363,23 @@ def test_every_field_that_is_needed_is_asked_for_by_name(name):
         ("qwen3_8b", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' has the wrong type"),
         ("qwen3_8b", {"rope_theta": [1e6]}, "rope_theta=[1000000.0] has the wrong type"),
         ("qwen3_8b", {"rope_scaling": "default"}, "rope_scaling='default' must be a group of fields"),
+        ("qwen3_30b_a3b", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512 isn't built"),
+        ("qwen3_30b_a3b", {"qkv_bias": True}, "qkv_bias=True isn't built; only False is"),
+        ("qwen3_30b_a3b", {"num_experts": 0}, "num_experts=0 must be above 0"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": "none"}, "mlp_only_layers='none' has the wrong type"),
+        ("deepseek_v3", {"quantization_config": QUANTIZATION}, "the weights are quantized; use the folder of"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax isn't built; only sigmoid is"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy isn't built; only noaux_tc is"),
+        ("deepseek_v3", {"num_key_value_heads": 64}, "num_key_value_heads=64 isn't built; only 128 is"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 isn't built; only 1e-06 is"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False isn't built; only True is"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 must be at least 0"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 must be above 0"),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+         "rope_type=linear isn't built; default, llama3 and yarn are"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40}}, "has no original_max_position_embeddings"),
+        ("deepseek_v3", {"rope_parameters": {"attention_factor": 0.7}}, "attention_factor=0.7 isn't built"),
+        ("deepseek_v3", {"rope_parameters": {"truncate": False}}, "truncate=False isn't built; only True is"),
         ("qwen3_vl_8b", {"text_config": [1]}, "text_config=[1] must be a group of fields"),
         ("qwen3_vl_8b", {"vision_config": None}, "vision_config has no hidden_size"),
         ("qwen3_vl_8b", {"hidden_size": 4000}, "vision_config.out_hidden_size=4096, but hidden_size=4000"),
@@ -282,7 +439,9 @@ def test_the_config_json_of_a_model_file_has_the_published_fields(name):
         return fields | (config.get("text_config") or {}) | vision
 
     written, expected = architecture(config_json_of(model, FAMILIES[name])), architecture(PUBLISHED[name])
-    shared = written.keys() & expected.keys() - {"model_type", "vision.model_type", "rope_scaling"}
+    # multi-token prediction isn't exported
+    other = {"model_type", "vision.model_type", "rope_scaling", "num_nextn_predict_layers"}
+    shared = written.keys() & expected.keys() - other
     assert {key: written[key] for key in shared} == {key: expected[key] for key in shared}
     assert {"hidden_size", "num_key_value_heads", "rms_norm_eps", "rope_theta", "architectures"} <= shared
 

@@ -20,17 +20,36 @@ PUBLISHED_PARAMETERS = {
     "qwen2_5_vl_72b": 73_410_777_344,
     "qwen3_vl_4b": 4_437_815_808,
     "qwen3_vl_8b": 8_767_123_696,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_vl_30b_a3b": 31_070_754_032,
+    # without multi-token prediction; its paper says 671 B
+    "deepseek_v3": 671_026_419_200,
 }
 
 
-def _decoder_parameters(d):
+def _attention_parameters(d):
     width, head = d.hidden_size, d.kv_channels
     query, key = d.num_attention_heads * head, d.num_query_groups * head
-    attention = 2 * width * query + 2 * width * key
-    attention += (query + 2 * key) * d.add_qkv_bias + 2 * head * d.qk_layernorm
-    layer = attention + 3 * width * d.ffn_hidden_size + 2 * width
+    return 2 * width * query + 2 * width * key + (query + 2 * key) * d.add_qkv_bias + 2 * head * d.qk_layernorm
+
+
+def _latent_attention_parameters(d):
+    width, heads = d.hidden_size, d.num_attention_heads
+    query = d.q_lora_rank * (width + 1 + heads * (d.qk_head_dim + d.qk_pos_emb_head_dim))
+    compressed = width * (d.kv_lora_rank + d.qk_pos_emb_head_dim) + d.kv_lora_rank
+    return query + compressed + heads * (d.kv_lora_rank * (d.qk_head_dim + d.v_head_dim) + d.v_head_dim * width)
+
+
+def _decoder_parameters(d):
+    width = d.hidden_size
+    attention = _latent_attention_parameters(d) if d.multi_latent_attention else _attention_parameters(d)
+    inner = d.num_experts * d.moe_ffn_hidden_size + (d.moe_shared_expert_intermediate_size or 0) if d.num_experts else 0
+    experts = 3 * width * inner + (d.num_experts or 0) * (width + d.moe_router_enable_expert_bias)
+    with_experts = sum(d.moe_layer_freq or d.num_layers * (1,)) if d.num_experts else 0
+    feed_forwards = with_experts * experts + (d.num_layers - with_experts) * 3 * width * d.ffn_hidden_size
     embeddings = (1 + d.untie_embeddings_and_output_weights) * d.vocab_size * width
-    return d.num_layers * layer + embeddings + width
+    return d.num_layers * (attention + 2 * width) + feed_forwards + embeddings + width
 
 
 def _encoder_parameters(e, out_width):
@@ -73,6 +92,21 @@ def test_rotary_settings_are_those_published():
     assert rotary("qwen3_8b") == (1_000_000, None, False, False)
     assert rotary("qwen2_5_vl_7b") == (1_000_000, (16, 24, 24), False, False)
     assert rotary("qwen3_vl_8b") == (5_000_000, (24, 20, 20), True, False)
+    assert rotary("qwen3_30b_a3b") == rotary("qwen3_235b_a22b") == (1_000_000, None, False, False)
+    assert rotary("qwen3_vl_30b_a3b") == (5_000_000, (24, 20, 20), True, False)
+    assert rotary("deepseek_v3") == (10_000, None, False, False)
+
+
+def test_routers_choose_as_published():
+    # nor these
+    def router(name):
+        d = resolve({"model": model_config(name)}).model.decoder
+        groups = (d.moe_router_num_groups, d.moe_router_group_topk)
+        return d.moe_router_topk, d.moe_router_score_function, d.moe_router_pre_softmax, groups
+
+    for name in ("qwen3_30b_a3b", "qwen3_235b_a22b", "qwen3_vl_30b_a3b"):
+        assert router(name) == (8, "softmax", False, (None, None))
+    assert router("deepseek_v3") == (8, "sigmoid", False, (8, 4))
 
 
 def _config(model, tensor):
@@ -92,7 +126,7 @@ def test_the_model_is_valid_at_tensor_parallel_2_on_8_devices(name):
 
 def test_every_encoder_goes_with_every_decoder():
     visual = [name for name in [*PUBLISHED_PARAMETERS, "demo_vlm_tiny"] if model_config(name).encoder is not None]
-    assert len(visual) == 6
+    assert len(visual) == 7
     for encoder in visual:
         for decoder in PUBLISHED_PARAMETERS:
             model = model_config(decoder)

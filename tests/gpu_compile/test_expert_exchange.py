@@ -115,7 +115,8 @@ def test_halves_are_exchanged_while_halves_are_computed():
 def test_without_halves_only_gradients_of_weights_hide_an_exchange():
     beside = products_beside(compiled("h100:1x8", "alltoall", False), "ragged-all-to-all")
     assert sum(forward >= 1 for forward, _ in beside) == 0
-    assert sum(backward >= 1 for _, backward in beside) <= 1
+    # the exchange of the rows' gradients, and that of their weights'
+    assert sum(backward >= 1 for _, backward in beside) <= 2
 
 
 def test_between_hosts_each_token_goes_once_and_inside_each_choice():

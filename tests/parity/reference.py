@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from jaxforge.config.model_schema import EncoderConfig, ModelConfig
 from jaxforge.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxforge.data import Document, Patches, RowFormat, pack_row
 from jaxforge.data.patches import patch_positions, patch_windows, stack_frames
+from jaxforge.models.moe import is_statistics
+from jaxforge.optim.paths import join, split
 from jaxforge.training.program import Program, build_program
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -27,6 +30,11 @@ FAMILIES = {
     "qwen2_5_vl_tied": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_tied": "qwen3_vl",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_moe_tied": "qwen3_moe",
+    "qwen3_vl_moe": "qwen3_vl_moe",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v3_tied": "deepseek_v3",
 }
 # Two rows of two documents; each row has padding at its end, of tokens and of patches.
 ROWS = ((0, 1), (2, 3))
@@ -64,7 +72,10 @@ def run_config(model: ModelConfig, tensor: int) -> Config:
 
 
 class Imported(NamedTuple):
-    """A model of the fixtures on `tensor` devices: the run's config, its program, and the weights in their shards."""
+    """A model of the fixtures on `tensor` devices: the run's config, its program, and the weights in their shards.
+
+    Among the parameters are the statistics of routers, which weights come without, as zeros.
+    """
 
     config: Config
     program: Program
@@ -76,8 +87,14 @@ def imported(name: str, tensor: int) -> Imported:
     config = run_config(read_architecture(FIXTURES / name).model, tensor)
     mesh = build_mesh(mesh_layout(tensor, tensor=tensor, encoder_tensor=1), jax.devices()[:tensor])
     program = build_program(config, mesh, "cpu")
-    parameters = load_parameters(FIXTURES / name, config.model, program.abstract_state["trainable"])
-    return Imported(config, program, parameters)
+    parameters = load_parameters(FIXTURES / name, config.model, program.abstract_base)
+    return Imported(config, program, join(parameters, zeros_of(program, is_statistics)))
+
+
+def zeros_of(program: Program, is_taken: Callable[[str], bool]) -> dict:
+    """Of what routers keep beside weights, what is taken by its path."""
+    taken, _ = split(program.abstract_state.get("router", {}), is_taken)
+    return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), taken)
 
 
 def documents(name: str, encoder: EncoderConfig | None) -> list[Document]:

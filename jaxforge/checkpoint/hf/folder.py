@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import ml_dtypes  # also tells NumPy, and so safetensors, what bfloat16 is
@@ -110,6 +110,7 @@ def write_tensors(
     dtype: str,
     read: Callable[[str], np.ndarray],
     shard_bytes: int = SHARD_BYTES,
+    dtypes: Mapping[str, str] | None = None,
 ) -> None:
     """Writes tensors into shards of at most `shard_bytes` (a larger tensor has its own), holding one at a time.
 
@@ -121,43 +122,43 @@ def write_tensors(
       shapes: (name, shape) in the order in which they are written.
       dtype: of all tensors, one of DTYPES' values.
       read: gives a tensor by name, in any float dtype.
+      dtypes: of tensors that have another, by name.
     """
-    itemsize = np.dtype(_numpy_dtype(dtype)).itemsize
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    shards: list[list[tuple[str, tuple[int, ...], str]]] = [[]]
     held = total = 0
     for name, shape in shapes:
-        size = math.prod(shape) * itemsize
+        of_tensor = (dtypes or {}).get(name, dtype)
+        size = math.prod(shape) * _numpy_dtype(of_tensor).itemsize
         if shards[-1] and held + size > shard_bytes:
             shards.append([])
             held = 0
-        shards[-1].append((name, shape))
+        shards[-1].append((name, shape, of_tensor))
         held, total = held + size, total + size
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= {name: file for name, _ in shard}
-        _write_shard(folder / file if folder is not None else None, shard, dtype, read)
+        weight_map |= {name: file for name, *_ in shard}
+        _write_shard(folder / file if folder is not None else None, shard, read)
     if len(shards) > 1 and folder is not None:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_shard(
-    file: Path | None, shard: list[tuple[str, tuple[int, ...]]], dtype: str, read: Callable[[str], np.ndarray]
+    file: Path | None, shard: list[tuple[str, tuple[int, ...], str]], read: Callable[[str], np.ndarray]
 ) -> None:
     header: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    numpy_dtype = np.dtype(_numpy_dtype(dtype))
     end = 0
-    for name, shape in shard:
-        start, end = end, end + math.prod(shape) * numpy_dtype.itemsize
+    for name, shape, dtype in shard:
+        start, end = end, end + math.prod(shape) * _numpy_dtype(dtype).itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors' bytes are aligned
     stream = open(file, "wb") if file is not None else open(os.devnull, "wb")
     with stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shard:
-            tensor = np.ascontiguousarray(read(name), dtype=numpy_dtype)
+        for name, shape, dtype in shard:
+            tensor = np.ascontiguousarray(read(name), dtype=_numpy_dtype(dtype))
             assert tensor.shape == shape, (name, tensor.shape, shape)
             if file is not None:
                 stream.write(tensor.reshape(-1).view(np.uint8).data)

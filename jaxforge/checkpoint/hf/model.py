@@ -2,9 +2,11 @@
 
 import contextlib
 import fnmatch
+import itertools
 import json
+import logging
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,22 +14,37 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxforge.checkpoint.arrays import ArrayReader, abstract_parameters, flatten, is_stacked, load, piece_shape
-from jaxforge.checkpoint.hf import llama, qwen2, qwen2_5_vl, qwen3, qwen3_vl
+from jaxforge.checkpoint.arrays import ArrayReader, abstract_parameters, flatten, layers_of, load, piece_shape
+from jaxforge.checkpoint.hf import (
+    deepseek_v3,
+    experts,
+    llama,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from jaxforge.checkpoint.hf.folder import SHARD_BYTES, TensorFolder, write_tensors
-from jaxforge.checkpoint.hf.tensors import Tensor
+from jaxforge.checkpoint.hf.tensors import Expert, Tensor
 from jaxforge.checkpoint.new_folder import new_folder
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.hf_config import config_json_of, differences, family_of, read_architecture, read_config_json
 from jaxforge.config.model_schema import ModelConfig
 
 Tree = Any
+Shape = tuple[int, ...]
+_log = logging.getLogger(__name__)
 MAPS: dict[str, ModuleType] = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "deepseek_v3": deepseek_v3,
 }
 # What goes along with the weights: tokenizer, processors, generation settings.  Never code, never pickles.
 _COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "README*")
@@ -40,7 +57,8 @@ _HEAD = "lm_head.weight"
 # Fields of an architecture that names and shapes of tensors show, so that patterns on names can allow a difference.
 _SHOWN_BY_TENSORS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "untie_embeddings_and_output_weights",
-    "num_position_embeddings",
+    "num_position_embeddings", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
 )  # fmt: skip
 
 
@@ -81,34 +99,77 @@ class HFArrays:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             path: leaf.shape for path, leaf in flatten(abstract_parameters(model)).items()
         }
-        tensors = _map_of(self.family, model, self.shapes, self._folder.shapes)
-        self._tensors = {path: tensor for tensor in tensors for path in tensor.paths}
-        self.absent = self._check(tensors, model, allow_missing, allow_unexpected)
+        tensors = _map_of(self.family, model, self.shapes, self._folder.shapes, experts.LAYOUTS)
+        self._tensors: dict[str, list[Tensor]] = {}
+        for tensor in tensors:
+            for path in tensor.paths:
+                self._tensors.setdefault(path, []).append(tensor)
+        unread = tuple(
+            f"*.layers.{architecture.model.decoder.num_layers + number}.*"
+            for number in range(architecture.num_unread_layers)
+        )
+        self.absent = self._check(tensors, model, allow_missing, allow_unexpected, unread)
 
     def has(self, path: str, layer: int | None) -> bool:
-        return self._tensors[path].name.format(layer) not in self.absent
+        # of parts either all are absent, or none
+        return self._tensors[path][0].name_in(layer) not in self.absent
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
-        tensor = self._tensors[path]
+        if parts := [tensor for tensor in self._tensors[path] if isinstance(tensor, Expert)]:
+            return self._read_experts(parts, layer)
+        [tensor] = self._tensors[path]
         shapes = [piece_shape(each, self.shapes[each]) for each in tensor.paths]
-        return tensor.to_ours(self._folder.read(tensor.name.format(layer)), shapes)[tensor.paths.index(path)]
+        return tensor.to_ours(self._folder.read(tensor.name_in(layer)), shapes)[tensor.paths.index(path)]
+
+    def _read_experts(self, tensors: Sequence[Expert], layer: int | None) -> np.ndarray:
+        """One layer of a parameter of all experts, beside which one tensor at a time is in memory."""
+        whole: np.ndarray | None = None
+        for tensor in tensors:
+            [matrix] = tensor.to_ours(self._folder.read(tensor.name_in(layer)), ())
+            if whole is None:
+                whole = np.empty((len(tensors), *matrix.shape), matrix.dtype)
+            whole[tensor.number] = matrix
+        assert whole is not None
+        return whole
 
     def _check(
-        self, tensors: list[Tensor], model: ModelConfig, allow_missing: Sequence[str], allow_unexpected: Sequence[str]
+        self,
+        tensors: list[Tensor],
+        model: ModelConfig,
+        allow_missing: Sequence[str],
+        allow_unexpected: Sequence[str],
+        unread: Sequence[str],
     ) -> set[str]:
-        """Raises where the folder isn't the model's; the names of what is allowed to be absent and is."""
+        """Raises where the folder isn't the model's; the names of what is allowed to be absent and is.
+
+        Args:
+          unread: patterns of what is left out with a warning.
+        """
         there = self._folder.shapes
         wanted = {name: tensor.hf_shape(shapes) for name, tensor, shapes in pieces(tensors, self.shapes)}
         missing = [name for name in wanted if name not in there]
         mismatched = [name for name, shape in wanted.items() if name in there and there[name] != shape]
-        unexpected = [name for name in there if name not in wanted and not _matches(name, _COMPUTED)]
+        left_out = [name for name in there if name not in wanted and _matches(name, unread)]
+        if left_out:
+            _log.warning(
+                "%s: %d tensors of %d layer(s) of multi-token prediction, which isn't built, are left out (%s, ...)",
+                self._folder.path, len(left_out), len(unread), left_out[0],
+            )  # fmt: skip
+        unexpected = [name for name in there if name not in wanted and not _matches(name, (*_COMPUTED, *unread))]
         is_tied = not model.decoder.untie_embeddings_and_output_weights
         if is_tied and _HEAD in unexpected and not _matches(_HEAD, allow_unexpected):
             unexpected.remove(_HEAD)
             self._check_tied_head(tensors[0].name)
         absent = {name for name in missing + mismatched if _matches(name, allow_missing)}
+        partly = _of_incomplete_pieces(tensors, self.shapes, absent)
+        absent -= partly
         problems = [
-            *(f"missing: {name} {list(wanted[name])}" for name in missing if name not in absent),
+            *(
+                f"missing: {name} {list(wanted[name])}"
+                + (" (other experts of its layer are there: leave out all or none)" if name in partly else "")
+                for name in missing
+                if name not in absent
+            ),
             *(
                 f"another shape: {name} is {list(there[name])}, the model's is {list(wanted[name])}"
                 for name in mismatched
@@ -194,18 +255,24 @@ def export(
       ConfigError: if the folder exists, or the family can't express the model.
     """
     family, written = exported_config(model, family, source)
-    tensors = _map_of(family, model, parameters.shapes, _names_in(source))
+    tensors = _map_of(family, model, parameters.shapes, _shapes_in(source))
     _set_dtype(written, dtype)
-    by_name = {name: (tensor, layer) for tensor in tensors for name, layer in _names(tensor, parameters.shapes)}
+    by_name = {name: (tensor, layer) for tensor, name, layer in _named(tensors, parameters.shapes)}
     shapes = [(name, tensor.hf_shape(ours)) for name, tensor, ours in pieces(tensors, parameters.shapes)]
+    held: dict[tuple[Any, int | None], list[np.ndarray]] = {}
 
     def read(name: str) -> np.ndarray:
         tensor, layer = by_name[name]
-        return tensor.to_hf([parameters.read(path, layer) for path in tensor.paths])
+        if (tensor.paths, layer) not in held:
+            # the tensors of experts are read together, and written one after the other
+            held.clear()
+            held[tensor.paths, layer] = [parameters.read(path, layer) for path in tensor.paths]
+        return tensor.to_hf(held[tensor.paths, layer])
 
     is_primary = jax.process_index() == 0
     with new_folder(Path(folder)) if is_primary else contextlib.nullcontext() as unfinished:
-        write_tensors(unfinished, shapes, dtype, read, shard_bytes)
+        dtypes = {name: tensor.dtype for name, (tensor, _) in by_name.items() if tensor.dtype is not None}
+        write_tensors(unfinished, shapes, dtype, read, shard_bytes, dtypes)
         if unfinished is not None:
             (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             companions = tokenizer if source is None else source
@@ -241,42 +308,61 @@ def _replace_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def pieces(
-    tensors: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor, list[tuple[int, ...]]]]:
+def pieces(tensors: Sequence[Tensor], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor, list[Shape]]]:
     """(name there, its kind, the shapes here) of every tensor of a map; `shapes` are those of whole parameters."""
-    for tensor in tensors:
-        ours = [piece_shape(path, shapes[path]) for path in tensor.paths]
-        for name, _ in _names(tensor, shapes):
-            yield name, tensor, ours
+    for tensor, name, _ in _named(tensors, shapes):
+        yield name, tensor, [piece_shape(path, shapes[path]) for path in tensor.paths]
 
 
-def _names(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int | None]]:
-    """The name there and the layer here of each tensor of an entry."""
-    first = tensor.paths[0]
-    if is_stacked(first):
-        yield from ((tensor.name.format(layer), layer) for layer in range(shapes[first][0]))
-    else:
-        yield tensor.name, None
+def _named(tensors: Sequence[Tensor], shapes: Mapping[str, Shape]) -> Iterator[tuple[Tensor, str, int | None]]:
+    """The name there and the layer here of each tensor of a map; those of one piece follow each other."""
+    for paths, parts in itertools.groupby(tensors, key=lambda tensor: tensor.paths):
+        of_paths = list(parts)
+        for layer in layers_of(paths[0], shapes[paths[0]]):
+            yield from ((tensor, tensor.name_in(layer), layer) for tensor in of_paths)
+
+
+def _of_incomplete_pieces(tensors: Sequence[Tensor], shapes: Mapping[str, Shape], absent: set[str]) -> set[str]:
+    """Of absent tensors those of pieces that aren't absent as a whole: a piece is read, or keeps its values."""
+    if not absent:
+        return set()
+    found: set[str] = set()
+    for _, parts in itertools.groupby(_named(tensors, shapes), key=lambda named: (named[0].paths, named[2])):
+        names = {name for _, name, _ in parts}
+        if not names <= absent:
+            found |= names & absent
+    return found
 
 
 def _map_of(
-    family: str, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], names: Collection[str]
+    family: str,
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    there: Mapping[str, Shape],
+    layouts: Sequence[str] = (),
 ) -> list[Tensor]:
-    """The map of a family, with the prefixes under which most of `names` are found; the published ones by default."""
+    """The map of a family under which most of the tensors `there` have their names and shapes.
+
+    Args:
+      layouts: of experts, among which to look beside the published one.
+    """
+    module = MAPS[family]
+    maps = [module.tensors(model, prefixes) for prefixes in module.PREFIXES]
+    if hasattr(module, "PUBLISHED_EXPERTS"):
+        maps += [module.tensors(model, prefixes, layout) for layout in layouts for prefixes in module.PREFIXES]
 
     def num_found(tensors):
-        return sum(name in names for name, _, _ in pieces(tensors, shapes))
+        return sum(there.get(name) == tensor.hf_shape(ours) for name, tensor, ours in pieces(tensors, shapes))
 
-    return max((MAPS[family].tensors(model, prefixes) for prefixes in MAPS[family].PREFIXES), key=num_found)
+    return max(maps, key=num_found)
 
 
-def _names_in(source: str | Path | None) -> Collection[str]:
-    """The names of a folder's tensors; none for a folder without weights."""
+def _shapes_in(source: str | Path | None) -> Mapping[str, Shape]:
+    """The shapes of a folder's tensors by name; none for a folder without weights."""
     try:
-        return TensorFolder(source).shapes if source is not None else ()
+        return TensorFolder(source).shapes if source is not None else {}
     except ConfigError:
-        return ()
+        return {}
 
 
 def _set_dtype(config_json: dict[str, Any], dtype: str) -> None:

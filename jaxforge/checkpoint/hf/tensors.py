@@ -1,7 +1,8 @@
 """How one tensor of a Hugging Face checkpoint answers to our parameters.
 
 Each kind of tensor below says its shape there, and converts both ways with NumPy views.  A name with {} stands for one
-tensor in each layer, and its paths are stacked parameters; shapes are then those of one layer.
+tensor in each layer, and its paths are stacked parameters; shapes are then those of one layer.  Several entries of a
+map may have the same path: each is then a part of it, and says which (`Expert`).
 """
 
 import dataclasses
@@ -15,14 +16,25 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor there, and the path of the parameter, or paths of the parameters, that hold its numbers here."""
+    """A tensor there, and the path of the parameter, or paths of the parameters, that hold its numbers here.
+
+    Attributes:
+      layers: the number that each layer of the stack has there; None where it is the same.
+      dtype: what it is stored in there, whatever the others are; None is as the others.
+    """
 
     name: str
     path: str
+    layers: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    dtype: str | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def paths(self) -> tuple[str, ...]:
         return (self.path,)
+
+    def name_in(self, layer: int | None) -> str:
+        """Its name there, by the layer here."""
+        return self.name.format(layer if self.layers is None or layer is None else self.layers[layer])
 
     def hf_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Its shape there, from those of our parameters."""
@@ -45,7 +57,7 @@ class Vector(Tensor):
 
 
 class Matrix(Tensor):
-    """A table that has the same two dimensions there and here."""
+    """A table that has the same dimensions there and here."""
 
     def hf_shape(self, shapes):
         return shapes[0]
@@ -67,6 +79,68 @@ class Linear(Tensor):
     def to_hf(self, arrays):
         rows, columns = self.hf_shape([arrays[0].shape])
         return arrays[0].reshape(columns, rows).T
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryLinear(Linear):
+    """A projection the last `num_rotary` of whose last dimension rotate: pairs side by side there, half apart here."""
+
+    num_rotary: int = 0
+
+    def to_ours(self, tensor, shapes):
+        [array] = super().to_ours(tensor, shapes)
+        others, pairs = np.split(array, [-self.num_rotary], axis=-1)
+        return [np.concatenate([others, pairs[..., 0::2], pairs[..., 1::2]], axis=-1)]
+
+    def to_hf(self, arrays):
+        others, first, second = np.split(arrays[0], [-self.num_rotary, -self.num_rotary // 2], axis=-1)
+        pairs = np.stack([first, second], axis=-1).reshape(*first.shape[:-1], self.num_rotary)
+        return super().to_hf([np.concatenate([others, pairs], axis=-1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert(Tensor):
+    """The matrix of one expert: [out, in] there; `number` of [experts, in, out] here."""
+
+    number: int = 0
+
+    def hf_shape(self, shapes):
+        _, inputs, outputs = shapes[0]
+        return outputs, inputs
+
+    def to_ours(self, tensor, shapes):
+        """Its part of our parameter."""
+        return [tensor.T]
+
+    def to_hf(self, arrays):
+        return arrays[0][self.number].T
+
+
+@dataclasses.dataclass(frozen=True)
+class AllExperts(Tensor):
+    """The matrices of all experts in one tensor, those of `parts` beside each other: [experts, in, out...].
+
+    `path` is as in `Fused`; `transposed` says that the tensor is [experts, out..., in].
+    """
+
+    parts: tuple[str, ...] = ()
+    transposed: bool = False
+
+    @property
+    def paths(self):
+        return tuple(self.path.replace("{part}", part) for part in self.parts)
+
+    def hf_shape(self, shapes):
+        experts, inputs, outputs = shapes[0]
+        outputs *= len(self.parts)
+        return (experts, outputs, inputs) if self.transposed else (experts, inputs, outputs)
+
+    def to_ours(self, tensor, shapes):
+        return np.split(tensor.swapaxes(1, 2) if self.transposed else tensor, len(self.parts), axis=2)
+
+    def to_hf(self, arrays):
+        tensor = np.concatenate(arrays, axis=2)
+        return tensor.swapaxes(1, 2) if self.transposed else tensor
 
 
 @dataclasses.dataclass(frozen=True)
