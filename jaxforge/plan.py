@@ -9,6 +9,7 @@ that `jaxforge.train` would run.  Exit code 0 whether it fits or not, 2 on a con
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from jaxforge.config import ConfigError, command_line, load_config
 if TYPE_CHECKING:
     from jaxforge.training.planning import Pipeline, PlanReport
 
+_WIDTH = 140  # columns of a table that isn't shown in a terminal
+
 
 def main(argv: Sequence[str]) -> int:
     parser = command_line.parser("plan", "Compiles a run's train step for GPUs that aren't here: memory, collectives.")
@@ -33,16 +36,17 @@ def main(argv: Sequence[str]) -> int:
     flags, overrides = command_line.parse(parser, argv)
     config = load_config(flags.config, overrides)
     for name in ("json", "picture"):  # before minutes of compiling
-        if path := getattr(flags, name):
+        if (path := getattr(flags, name)) is not None:
             check_writable(path, f"--{name}")
-    if flags.picture and Path(flags.picture).suffix != ".png":
+    if flags.picture is not None and Path(flags.picture).suffix != ".png":
         raise ConfigError(f"--picture={flags.picture} isn't a PNG file; name it {Path(flags.picture).stem}.png")
 
     # Without CUDA's libraries JAX can't start the plugin as a backend; as a compiler it needs none of them.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxforge.training.planning import plan
 
-    console = Console(highlight=False, soft_wrap=True)
+    # in a file or a pipe names would be cut at the 80 columns of no terminal
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
     report = plan(
         config,
         flags.topology,

@@ -164,6 +164,12 @@ def config_json_of(model: ModelConfig, family: str, base: Mapping[str, Any] | No
     Raises:
       ConfigError: if the family can't express the model, naming what is lost.
     """
+    if model.encoder is not None and model.decoder.mrope_interleaved != family.startswith("qwen3"):
+        raise ConfigError(
+            f"the {family} family can't express this model: model.decoder.mrope_interleaved is"
+            f" {model.decoder.mrope_interleaved}, there it is always {family.startswith("qwen3")}; train with that, or"
+            " without exports"
+        )
     written = dict(base) if base else _new_config_json(model, family)
     # where the base has them: transformers reads the nested ones, which "the top wins" would hide from the check below
     nested = any(name in (written.get("text_config") or {}) for name in _ROTARY)

@@ -177,7 +177,10 @@ def tensor_parallel_divides_the_decoder(config: Config) -> Iterator[str]:
     for name, size in sizes.items():
         if size % tensor:
             fitting = one_of(divisors(math.gcd(*sizes.values())))
-            yield f"parallel.tensor_model_parallel_size={tensor} does not divide {name}={size}; use {fitting}"
+            way_out = f"use {fitting}"
+            if name.endswith("make_vocab_size_divisible_by"):
+                way_out = f"use {math.lcm(size, tensor)} there, or a tensor parallel size of {fitting}"
+            yield f"parallel.tensor_model_parallel_size={tensor} does not divide {name}={size}; {way_out}"
 
 
 def projector_needs_an_encoder(config: Config) -> Iterator[str]:

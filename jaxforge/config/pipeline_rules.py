@@ -61,6 +61,8 @@ def _virtual_size_without_balance(config: Config) -> str:
     )
     if layout is not None:
         return f"{message}, whose stages are those that it says; leave it at None, or set the layout to balanced"
+    if any(getattr(parallel, name) is not None for name in _OUTER):
+        return f"{message} and a number of layers of an outer stage, which gives each rank one stage; leave it at None"
     per_stage, rest = divmod(config.model.decoder.num_layers, size * (virtual or 1))
     if rest or not per_stage:
         return f"{message}; set the layout to balanced"

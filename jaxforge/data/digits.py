@@ -73,7 +73,7 @@ class DigitsSource:
         if split not in SPLITS:
             raise ValueError(f"split={split!r} is not one of {', '.join(SPLITS)}")
         self.tokenizer = ByteTokenizer()
-        self._encoder = _checked_encoder(config, self.tokenizer)
+        self._encoder = checked_encoder(config)
         self.split = split
         self.row_format = RowFormat.from_config(config)
         self._seed = config.train.seed if split == "train" else EVAL_SEED
@@ -196,9 +196,13 @@ class _Plan(NamedTuple):
     answer: str
 
 
-def _checked_encoder(config: Config, tokenizer: ByteTokenizer) -> EncoderConfig:
-    """The model's encoder, once it is sure that every sample fits the model and a row."""
-    encoder, data = config.model.encoder, config.data
+def checked_encoder(config: Config) -> EncoderConfig:
+    """The model's encoder, once it is sure that every sample fits the model and a row.
+
+    Raises:
+      ConfigError: where one doesn't.
+    """
+    encoder, data, tokenizer = config.model.encoder, config.data, ByteTokenizer()
     if encoder is None:
         raise ConfigError("data.source=digits shows images, model.encoder=None reads none; give the model an encoder")
     if encoder.in_channels not in (1, 3):

@@ -23,8 +23,9 @@ from jaxforge.cluster import (
     parse_topology,
 )
 from jaxforge.config import Config, ConfigError, resolve, validate
-from jaxforge.config.derived import num_microbatches, vocabulary_is_over_stages
+from jaxforge.config.derived import data_source, num_microbatches, vocabulary_is_over_stages
 from jaxforge.data.batches import BatchLayout
+from jaxforge.data.digits import checked_encoder
 from jaxforge.parallel.pipeline.choice import layer_order, num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.picture import MemoryBar, draw_schedule
@@ -140,6 +141,8 @@ def plan(
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, simulated_devices=None))
     cluster = parse_topology(topology)
     validate(config, cluster.num_devices, "gpu")
+    if data_source(config) == "digits":
+        checked_encoder(config)
     stages = pipeline_layout(config)
     microbatches = num_microbatches(config, cluster.num_devices)
     if picture is not None:

@@ -127,7 +127,8 @@ def test_numbers_are_in_range(settings, message):
         ),
         (
             {"model.decoder.make_vocab_size_divisible_by": 1},
-            "parallel.tensor_model_parallel_size=2 does not divide model.decoder.make_vocab_size_divisible_by=1; use 1",
+            "parallel.tensor_model_parallel_size=2 does not divide model.decoder.make_vocab_size_divisible_by=1; use 2"
+            " there, or a tensor parallel size of 1",
         ),
         (
             {"model.decoder.num_attention_heads": 6},

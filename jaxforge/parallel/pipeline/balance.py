@@ -142,7 +142,7 @@ def balanced_layout(
         raise ConfigError(
             f"model.decoder.num_layers={num_layers} is too few for {num_stages} stages"
             f" (parallel.pipeline_model_parallel_size={pipeline_size}, {virtual_stages} in each rank);"
-            f" use at most {num_layers} stages"
+            " use fewer, or a layout string that leaves stages empty"
         )
     return layout
 
@@ -179,6 +179,6 @@ def _layout(
 def _way_out(num_layers: int, pipeline_size: int, mtp_num_layers: int) -> str:
     """A layout string that places all layers as evenly as can be."""
     if num_layers < pipeline_size:
-        return f"use a parallel.pipeline_model_parallel_size of at most {num_layers}"
+        return f"use at most {num_layers} ranks, or a layout string with stages without layers, such as E|tL"
     layout = balanced_layout(num_layers, pipeline_size, 1, StageCosts(mtp_layer=0.0), mtp_num_layers)
     return f'set {FIELD}="{layout.to_string()}"'

@@ -113,9 +113,15 @@ def stage_units(config: Config, layout: PipelineLayout) -> list[tuple[Unit, ...]
     """The units of every stage.  block recomputes the first layers of each stage, uniform groups within a stage.
 
     Raises:
-      ConfigError: for activations that are decided on although every layer is recomputed.
+      ConfigError: for groups, or a number of layers, that no stage has; or for activations that are decided on although
+        every layer is recomputed.
     """
-    encoder = config.model.encoder
+    encoder, number = config.model.encoder, config.memory.recompute_num_layers
+    if number is not None and number > (largest := max(layout.num_layers_by_stage)):
+        raise ConfigError(
+            f"memory.recompute_num_layers={number} is of each stage, of which the largest has {largest} layers; use at"
+            " most that"
+        )
     num_features = len(encoder.deepstack_visual_indexes) if encoder else 0
     feed_forwards = tuple("moe" if has else "mlp" for has in layer_has_experts(config.model.decoder))
     units = [

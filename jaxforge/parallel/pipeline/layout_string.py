@@ -96,7 +96,9 @@ def _expand(text: str) -> list[_Symbol]:
                 raise _refusal(text, repeat.position, "repeats too often", note)
             items[-1] = [symbol._replace(repeat=repeat) for symbol in items[-1]] * repeat.times
         else:
-            raise _refusal(text, here, f"has an unknown symbol {character!r}", _which_symbol(character))
+            is_word = text.lower().startswith("balance")
+            way_out = "did you mean balanced?" if is_word else _which_symbol(character)
+            raise _refusal(text, here, f"has an unknown symbol {character!r}", way_out)
     if len(groups) > 1:
         raise _refusal(text, groups[-1][0], "has a ( without its )", "close the group with ), as (tt|)*3")
     return list(itertools.chain.from_iterable(groups[0][1]))
