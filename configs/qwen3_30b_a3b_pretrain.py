@@ -3,8 +3,8 @@
     python -m jaxforge.train --config=configs/qwen3_30b_a3b_pretrain.py
     python -m jaxforge.plan --config=configs/qwen3_30b_a3b_pretrain.py --topology=h100:2x8
 
-Not yet run on GPUs; compiled for 2 x 8 H100 (jax 0.12.0.1): 68.1 of 79.1 GiB on each GPU (21.3 parameters and optimizer,
-46.7 temporary), so JAX must be given more than its default: XLA_PYTHON_CLIENT_MEM_FRACTION=0.97.
+Not yet run on GPUs; compiled for 2 x 8 H100 (jax 0.12.0.1): 68.1 of 79.1 GiB on each GPU (21.3 parameters and
+optimizer, 46.7 temporary), so JAX must be given more than its default: XLA_PYTHON_CLIENT_MEM_FRACTION=0.97.
 """
 
 from ml_collections import ConfigDict

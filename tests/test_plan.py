@@ -159,6 +159,15 @@ PP_4 = ["--config.parallel.tensor_model_parallel_size=2", "--config.parallel.pip
             [*PLAN, "--picture=p.png"],
             r"the schedule \(.*p.png\) needs a pipeline.*=1; leave out --picture, or use more",
         ),
+        ([*PLAN, "--picture="], "--picture= can't be written"),
+        (
+            ["--config=configs/demo_vlm.py", "--topology=h100:1x8", "--config.model.decoder.vocab_size=100"],
+            "vocab_size=100 is smaller than the byte tokenizer's vocabulary; use 261",
+        ),
+        (
+            [*PLAN, *PP_4, "--config.parallel.pipeline_model_parallel_layout=Balanced"],
+            "has an unknown symbol 'B'(.|\n)*did you mean balanced",
+        ),
         (
             [*PLAN, *PP_4, "--config.parallel.pipeline_model_parallel_layout=Et|t*10|t*11|t*11L"],
             "places 33 decoder layers",
@@ -202,6 +211,9 @@ def test_a_missing_library_or_an_unsupported_head_is_told_with_the_way_out(monke
         planning.plan(load_config("configs/llama3_1_8b_pretrain.py", overrides), say=lambda line: None)
 
 
-@pytest.mark.parametrize("recipe", ["qwen2_5_vl_7b_pretrain", "llama3_1_8b_pretrain"])
-def test_a_recipe_is_valid_on_eight_gpus(recipe):
-    validate(resolve(load_config(f"configs/{recipe}.py")), 8, "gpu")
+@pytest.mark.parametrize("recipe, num_gpus", [
+    ("qwen2_5_vl_7b_pretrain", 8), ("llama3_1_8b_pretrain", 8), ("qwen3_30b_a3b_pretrain", 16),
+    ("deepseek_v3_pretrain", 1024),
+])  # fmt: skip
+def test_a_recipe_is_valid_on_its_gpus(recipe, num_gpus):
+    validate(resolve(load_config(f"configs/{recipe}.py")), num_gpus, "gpu")

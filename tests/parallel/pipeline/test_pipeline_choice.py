@@ -46,6 +46,10 @@ def test_balance_counts_the_loss_unless_all_stages_share_it(over_stages, counts)
     assert pipeline_layout(config).num_layers_by_stage == counts
 
 
+def test_one_layer_fits_two_ranks():
+    assert pipeline_layout(config_with(num_layers=1, size=2, layout="E|tL")).num_layers_by_stage == (0, 1)
+
+
 def test_one_rank_has_no_layout():
     assert pipeline_layout(config_with()) is None
     assert layer_order(config_with()) is None
@@ -113,6 +117,12 @@ def test_groups_of_recompute_end_with_their_stage():
     pairs = [[(2, True), (2, True), (1, True)], [(2, True), (1, True)]]
     assert units(config_with(memory=MemoryConfig("full", "uniform", 2), **fields)) == pairs
     assert units(config_with(memory=MemoryConfig("full", "block", 4), **fields)) == [[once] * 4 + [kept], [once] * 3]
+
+
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_more_layers_than_a_stage_has_cannot_be_recomputed(method):
+    with pytest.raises(ConfigError, match="recompute_num_layers=6 is of each stage, of which the largest has 5 layers"):
+        stage_units_of(config_with(size=2, layout="Et*5|tttL", memory=MemoryConfig("full", method, 6)))
 
 
 def test_a_layer_with_a_visual_feature_is_recomputed_alone():
