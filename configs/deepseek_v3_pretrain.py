@@ -4,8 +4,8 @@
     python -m jaxforge.plan --config=configs/deepseek_v3_pretrain.py --topology=h100:128x8
 
 Not yet run on GPUs; compiled for 128 x 8 H100 (jax 0.12.0.1): 17.1 of 79.1 GiB on each GPU (8.4 parameters and
-optimizer, 8.6 temporary), bubble 10.5 %.  The room that is left can hold activations instead of computing all of them again.
-Compiling takes some minutes on two cores.
+optimizer, 8.6 temporary), bubble 10.5 %.  The room that is left can hold activations instead of
+computing all of them again.  Compiling takes some minutes on two cores.
 """
 
 from ml_collections import ConfigDict
