@@ -7,7 +7,12 @@ import jax
 
 from jaxforge.cluster import MeshLayout, describe
 from jaxforge.config import Config
-from jaxforge.config.derived import encoder_devices, encoder_tensor_parallel_size, vocabulary_is_over_stages
+from jaxforge.config.derived import (
+    encoder_devices,
+    encoder_tensor_parallel_size,
+    experts_are_over_tensor,
+    vocabulary_is_over_stages,
+)
 from jaxforge.parallel.pipeline.choice import layer_order, num_parameters, pipeline_layout
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes
 from jaxforge.training.evaluation import Evaluation
@@ -24,7 +29,8 @@ def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) ->
             f" decoder TP {layout.tensor_parallel_size},"
             + (f" {describe_encoder(config)}," if config.model.encoder else "")
             + (f" {describe_sizes(pipeline, vocabulary_is_over_stages(config))}," if pipeline else "")
-            + f" DP {layout.data_parallel_size}",
+            + f" DP {layout.data_parallel_size}"
+            + describe_experts(config),
             describe(mesh, layout),
             f"{train.steps} steps of {train.global_batch_size} rows x {train.seq_length} tokens:"
             f" {microbatches} microbatch{'es' if microbatches > 1 else ''} of {train.micro_batch_size}"
@@ -32,6 +38,18 @@ def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) ->
             *([describe_pipeline(pipeline, microbatches)] if pipeline else []),
         ]
     )
+
+
+def describe_experts(config: Config) -> str:
+    """Over how many devices experts are shared out, after a comma; nothing where there are none."""
+    if config.model.decoder.num_experts is None:
+        return ""
+    ranks, where = config.parallel.expert_model_parallel_size, ""
+    if experts_are_over_tensor(config):
+        where = ", the tensor group among them"
+    elif config.parallel.tensor_model_parallel_size > 1:
+        where = ", each cut over the tensor group"
+    return f", {config.model.decoder.num_experts} experts over {ranks} device{'s' if ranks > 1 else ''}{where}"
 
 
 def describe_encoder(config: Config) -> str:

@@ -34,7 +34,7 @@ from jaxforge.training.activation_costs import ActivationCost
 from jaxforge.training.advice import Change, changes_that_free_most
 from jaxforge.training.backends import attention_backend, compute_dtype, missing_libraries_as_config_errors
 from jaxforge.training.collectives import Collective, find_collectives
-from jaxforge.training.describe import describe_encoder
+from jaxforge.training.describe import describe_encoder, describe_experts
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.memory_parts import MemoryParts, memory_parts
 from jaxforge.training.program import Program, build_program, bytes_while_running
@@ -215,7 +215,8 @@ def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: j
     return "\n".join(
         [
             f"compiling the train step for {cluster.num_devices} x {cluster.gpu.description}"
-            f" ({cluster.hosts} x {cluster.gpus_per_host}): {', '.join(parts)}, DP {layout.data_parallel_size},"
+            f" ({cluster.hosts} x {cluster.gpus_per_host}): {', '.join(parts)}, DP {layout.data_parallel_size}"
+            f"{describe_experts(config)},"
             f" {compute_dtype(config, 'gpu').name}, {attention_backend(config, 'gpu')} attention",
             f"a step is {train.global_batch_size} rows x {train.seq_length} tokens: {microbatches} microbatches of"
             f" {train.micro_batch_size} on each data parallel rank",
