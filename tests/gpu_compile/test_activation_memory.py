@@ -8,7 +8,7 @@ import functools
 import re
 
 import pytest
-from tiny_runs import PATCHES, vision_language_model
+from tiny_runs import ACTIVATION_BYTES, LAYERS, PATCHES, SEQ_LENGTH, WIDTH, vision_language_model
 
 from jaxforge.cluster import MeshLayout, build_mesh, described_devices, parse_topology
 from jaxforge.config import validate
@@ -35,8 +35,8 @@ _OFFLOAD = MemoryConfig(
     fine_grained_activation_offloading=True, offload_modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm")
 )
 _SELECTIVE = MemoryConfig(recompute_granularity="selective", recompute_modules=("core_attn", "mlp", "layernorm"))
-_FULL = MemoryConfig("full", "uniform", 2, activations=(("layer_input", "offload"),))
-MEMORY = {"kept": MemoryConfig(), "offload": _OFFLOAD, "selective": _SELECTIVE, "full": _FULL}
+_FULL = MemoryConfig("full", "uniform", 1, activations=(("layer_input", "offload"),))
+MEMORY = {"kept": MemoryConfig(), "offload": _OFFLOAD, "selective": _SELECTIVE}
 # ranks, layers, and how many layers' activations a GPU keeps at a time: all, or of two on the first of four ranks those
 # of seven microbatches (4 x 2 - 1)
 NO_PIPELINE, PIPELINE = (1, 16, 16), (4, 8, 2 * 7)
@@ -89,20 +89,20 @@ def held(names, kept_layers: int) -> int:
 
 
 def test_the_table_of_activations_is_the_formula():
-    for run in (NO_PIPELINE, PIPELINE):
-        costs = language("kept", *run).costs
+    for memory, run in (("kept", NO_PIPELINE), ("offload", PIPELINE)):
+        costs = language(memory, *run).costs
         assert {cost.name: cost.layer_bytes for cost in costs} == {name: BYTES[name] * S for name in BYTES}
-        assert {cost.name: cost.device_bytes for cost in costs} == {name: BYTES[name] * S * run[2] for name in BYTES}
+        held_bytes = {cost.name: cost.device_bytes + cost.host_bytes for cost in costs}
+        assert held_bytes == {name: BYTES[name] * S * run[2] for name in BYTES}
     flops = {cost.name: cost.recompute_flops for cost in language("kept", *NO_PIPELINE).costs}
     products = {"query": D * H * K, "key": D * G * K, "value": D * G * K, "mlp_norm_input": H * K * D}
     products |= {"mlp_gate": D * F, "mlp_up": D * F, "core_attn": 2 * H * K * S // 2}
     assert flops == {name: 2 * products.get(name, 0) * S // TP for name in BYTES}
 
 
-@pytest.mark.parametrize("run", [NO_PIPELINE, PIPELINE], ids=["no pipeline", "pipeline"])
-def test_what_is_offloaded_leaves_the_device_and_arrives_in_host_memory(run):
-    kept, offload = language("kept", *run), language("offload", *run)
-    expected = held(OFFLOADED, run[2])
+def test_what_is_offloaded_leaves_the_device_and_arrives_in_host_memory():
+    kept, offload = language("kept", *NO_PIPELINE), language("offload", *NO_PIPELINE)
+    expected = held(OFFLOADED, 16)
     assert kept.host_bytes == 0
     assert offload.host_bytes == offload.host_bytes_by_formula == expected
     # less than all of it by what is on its way: one layer's at most
@@ -111,15 +111,23 @@ def test_what_is_offloaded_leaves_the_device_and_arrives_in_host_memory(run):
     assert expected - held(OFFLOADED, 1) <= freed <= 1.01 * expected
 
 
+def test_in_a_pipeline_the_buffers_of_what_is_offloaded_lie_in_host_memory_as_a_whole():
+    offload, layers = language("offload", *PIPELINE), PIPELINE[2]
+    assert offload.host_bytes == offload.host_bytes_by_formula == held(OFFLOADED, layers)
+    in_host, on_device = (
+        set(re.findall(rf"\w+\[{layers},1,([\d,]+)\]{{[\d,]+{space}}}", offload.hlo)) for space in (r":S\(5\)", "")
+    )
+    residual, ffn = f"{S // TP},{D}", f"{S},{F // TP}"
+    query, key, core_attn, lse = f"{S},{H // TP},{K}", f"{S},{G // TP},{K}", f"{S},{H * K // TP}", f"{H // TP},{S}"
+    assert in_host == {residual, query, key, core_attn, lse}
+    assert on_device == {residual, ffn}  # outputs of the norms, and the feed-forward
+
+
 def test_what_is_recomputed_leaves_the_device():
     kept, selective = language("kept", *NO_PIPELINE), language("selective", *NO_PIPELINE)
     expected = held(RECOMPUTED, 16)
     assert kept.device_bytes - selective.device_bytes == pytest.approx(expected, rel=0.03)
     assert selective.host_bytes == 0
-
-
-def test_groups_that_are_recomputed_keep_their_input_alone_in_host_memory():
-    assert language("full", *NO_PIPELINE).host_bytes == held(["layer_input"], 16 // 2)
 
 
 def loops_with_host_copies(hlo: str) -> dict[str, list[str]]:
@@ -163,10 +171,9 @@ def test_copies_to_and_from_the_host_overlap_with_compute(run):
 
 def test_what_is_kept_lies_in_the_order_in_which_it_was_made():
     """XLA may have all layers' arrays reordered, a copy of all of them, where that suits what reads one."""
-    for run in (NO_PIPELINE, PIPELINE):
-        for memory in ("kept", "offload"):
-            layouts = re.findall(rf"\w+\[{run[2]},1,[\d,]+\]\{{([\d,]+)", language(memory, *run).hlo)
-            assert set(layouts) <= {"3,2,1,0", "4,3,2,1,0"}
+    for memory, run in (("kept", NO_PIPELINE), ("offload", NO_PIPELINE), ("offload", PIPELINE)):
+        layouts = re.findall(rf"\w+\[{run[2]},1,[\d,]+\]\{{([\d,]+)", language(memory, *run).hlo)
+        assert set(layouts) <= {"3,2,1,0", "4,3,2,1,0"}
 
 
 def test_nothing_in_host_memory_is_copied_as_a_whole():
@@ -176,12 +183,12 @@ def test_nothing_in_host_memory_is_copied_as_a_whole():
         assert "copy-start(" not in hlo
 
 
-def test_an_encoder_of_its_own_layout_offloads_its_own():
+def test_an_encoder_of_its_own_layout_offloads_its_own_and_a_decoder_that_is_recomputed_its_inputs_alone():
     """Hetero DP: each GPU of the decoder's tensor group encodes rows of patches by itself."""
     config = vision_language_model("qwen2_5_vit", 4, 1, sequence_parallel=True)
     config = dataclasses.replace(
         config,
-        memory=_OFFLOAD,
+        memory=_FULL,
         parallel=dataclasses.replace(
             config.parallel, enable_encoder_hetero_dp=True, data_parallel_sharding_strategy="optim_grads_params"
         ),
@@ -199,9 +206,12 @@ def test_an_encoder_of_its_own_layout_offloads_its_own():
     assert of_encoder["layer_input"] == 2 * PATCHES * 64 * 2
     assert of_encoder["core_attn"] == 2 * PATCHES * (64 * 2 + 4 * 4)
     assert sum(of_encoder.values()) == of_encoder["layer_input"] + of_encoder["core_attn"]
-    # [layers, rows, patches, width] of both, and the log-sum-exp [layers, rows, heads, patches]
-    for shape, count in ((rf"bf16\[2,1,{PATCHES},64\]", 2), (rf"f32\[2,1,4,{PATCHES}\]", 1)):
-        allocated = re.findall(rf"= {shape}{{[\d,]*:S\(5\)}} custom-call.*AllocateBuffer", compiled.hlo)
-        assert len(allocated) == count, shape
+    # [layers, rows, patches, width] of both, and the log-sum-exp [layers, rows, heads, patches]; and of the decoder
+    # [layers, rows, tokens, width], over 4 GPUs
+    allocated = re.findall(r"= (\S+){[\d,]*:S\(5\)} custom-call.*AllocateBuffer", compiled.hlo)
+    inputs = f"bf16[{LAYERS},1,{SEQ_LENGTH // 4},{WIDTH}]"
+    assert sorted(allocated) == [*2 * [f"bf16[2,1,{PATCHES},64]"], inputs, f"f32[2,1,4,{PATCHES}]"]
     # they are read by the time when the decoder's are made, which take their place
-    assert compiled.host_bytes == sum(cost.host_bytes for cost in compiled.costs if cost.part == "decoder")
+    of_decoder = {cost.name: cost.host_bytes for cost in compiled.costs if cost.part == "decoder" and cost.host_bytes}
+    assert of_decoder == {"layer_input": LAYERS * ACTIVATION_BYTES // 4}
+    assert compiled.host_bytes == max(sum(of_encoder.values()), sum(of_decoder.values()))

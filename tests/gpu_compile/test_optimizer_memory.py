@@ -24,29 +24,34 @@ BATCH, COUNTS = 5 * 96 * 6 * 4, 3 * 4  # of five microbatches; of Adam, the sche
 SLICE = 8192
 
 
-@functools.cache
-def compiled(strategy: str, **memory):
-    """(memory analysis, parts by formula, HLO)"""
+def described(strategy: str = "optim_grads_params", memory=(), optimizer=()):
+    """A config and its program for 8 GPUs."""
     config = language_model(1, data_parallel=8)
     config = dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, data_parallel_sharding_strategy=strategy),
-        memory=dataclasses.replace(config.memory, **memory),
+        memory=dataclasses.replace(config.memory, **dict(memory)),
+        optimizer=dataclasses.replace(config.optimizer, **dict(optimizer)),
     )
     mesh = build_mesh(MeshLayout.from_config(config, 8), described_devices(parse_topology("h100:1x8")))
+    return config, build_program(config, mesh, "gpu")
+
+
+@functools.cache
+def compiled(optimizer_cpu_offload: bool):
+    """(memory analysis, parts by formula, HLO)"""
+    config, program = described(memory=dict(optimizer_cpu_offload=optimizer_cpu_offload))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "SLICE_BYTES", SLICE)
-        program = build_program(config, mesh, "gpu")
-        batch = BatchLayout.from_config(config, mesh, num_microbatches(config, 8)).shapes()
+        batch = BatchLayout.from_config(config, program.mesh, num_microbatches(config, 8)).shapes()
         step = program.train_step.lower(program.abstract_state, batch).compile()
     analysis = step.memory_analysis()
     return analysis, memory_parts(config, program, [], batch, analysis.temp_size_in_bytes, None), step.as_text()
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_masters_and_moments_leave_the_device_and_no_more_than_slices_come_back(strategy):
-    plain, _, _ = compiled(strategy)
-    offloaded, parts, _ = compiled(strategy, optimizer_cpu_offload=True)
+def test_masters_and_moments_leave_the_device_and_no_more_than_slices_come_back():
+    plain, _, _ = compiled(False)
+    offloaded, parts, _ = compiled(True)
     assert plain.argument_size_in_bytes == 12 * WEIGHTS + BATCH + COUNTS
     assert offloaded.argument_size_in_bytes == BATCH + COUNTS
     assert offloaded.host_argument_size_in_bytes == offloaded.host_alias_size_in_bytes == 12 * WEIGHTS
@@ -58,25 +63,24 @@ def test_masters_and_moments_leave_the_device_and_no_more_than_slices_come_back(
 
 
 def test_the_largest_tensors_go_first():
-    analysis, parts, _ = compiled("optim", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    config, program = described("optim", memory=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+    parts = memory_parts(config, program, [], {}, 0, None)
     # of a device's 122 688 numbers three stacks of 3 x 192 x 320 / 8 hold 69 120, two of them less than half
     assert WEIGHTS == 122_688
-    assert analysis.host_argument_size_in_bytes == parts.host_state == 12 * 69_120
-    assert analysis.argument_size_in_bytes == 12 * (WEIGHTS - 69_120) + BATCH + COUNTS
+    assert parts.host_state == 12 * 69_120
+    assert parts.parameters == 4 * (WEIGHTS - 69_120)
+    assert parts.optimizer == 8 * (WEIGHTS - 69_120) + COUNTS
 
 
 def test_moments_in_bfloat16_take_half():
     halves = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
-    config = language_model(1, data_parallel=8)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **halves))
-    mesh = build_mesh(MeshLayout.from_config(config, 8), described_devices(parse_topology("h100:1x8")))
-    program = build_program(config, mesh, "gpu")
+    config, program = described("no_shard", optimizer=halves)
     parts = memory_parts(config, program, [], {}, 0, None)
     assert (parts.parameters, parts.optimizer) == (4 * (MATRICES + 7 * 192), 4 * (MATRICES + 7 * 192) + COUNTS)
 
 
 def test_copies_are_asynchronous_and_one_array_is_read_while_another_is_written():
-    _, _, hlo = compiled("optim_grads_params", optimizer_cpu_offload=True)
+    _, _, hlo = compiled(True)
     bodies = [body for body in re.split(r"\n}\n", hlo) if "dynamic-update-slice-start" in body and "ENTRY" not in body]
     # the loops of embedding, head, and seven stacks of matrices
     assert len(bodies) == 9

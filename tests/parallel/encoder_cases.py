@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from one_device import deviation, loss_and_gradients, loss_of
-from pipeline_cases import NUM_LAYERS, NUM_ROWS, Z_LOSS, placed, twelve_rows, unplaced
+from pipeline_cases import NUM_LAYERS, NUM_ROWS, Z_LOSS, distinct_rows, placed, unplaced
 from pipeline_cases import Case as TextCase
 from tiny_models import ENCODERS, document, image, microbatches, random_parameters, row, tiny_config
 
@@ -170,10 +170,9 @@ def vision_config(encoder: str, *, encoder_changes=(), **groups) -> Config:
 
 def rows_with_images(config: Config, num_rows: int = NUM_ROWS) -> dict[str, np.ndarray]:
     """Rows of which no two have the same tokens or the same pixels; every fourth is text alone."""
-    rows = twelve_rows(config)
-    brightness_R = 1 + np.arange(NUM_ROWS) // 4 / 4
-    rows["patches"] = rows["patches"] * brightness_R.astype(np.float32)[:, None, None]
-    return {key: array[:num_rows] for key, array in rows.items()}
+    rows = distinct_rows(config, num_rows)
+    brightness_R = 1 + np.arange(num_rows) // 4 / 4
+    return rows | {"patches": rows["patches"] * brightness_R.astype(np.float32)[:, None, None]}
 
 
 def rows_where(config: Config, images_of: Mapping[int, Sequence[tuple[int, int]]]) -> dict[str, np.ndarray]:

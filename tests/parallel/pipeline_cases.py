@@ -43,10 +43,11 @@ class Case:
     recompute: tuple[str, int] | None = None
     vocabulary_over_stages: bool = False
     sharding: str = "no_shard"
+    num_rows: int = NUM_ROWS
 
     @property
     def num_microbatches(self) -> int:
-        return NUM_ROWS // (self.data * self.micro_batch)
+        return self.num_rows // (self.data * self.micro_batch)
 
     @property
     def options(self) -> str:
@@ -105,10 +106,14 @@ def text_config(*, decoder_changes=(), **groups) -> Config:
 
 
 def twelve_rows(config: Config) -> dict[str, np.ndarray]:
-    """Rows [12, ...] of which no two are equal."""
+    return distinct_rows(config, NUM_ROWS)
+
+
+def distinct_rows(config: Config, num_rows: int) -> dict[str, np.ndarray]:
+    """Rows [num_rows, ...], at most 16, of which no two have the same tokens."""
     rows = rows_of_many_kinds(config)
     kinds = []
-    for shift in (0, 5, 11):
+    for shift in (0, 5, 11, 16):
 
         def other(ids, shift=shift):
             return 1 + (ids - 1 + shift) % (config.model.decoder.vocab_size - 1)
@@ -116,7 +121,7 @@ def twelve_rows(config: Config) -> dict[str, np.ndarray]:
         tokens = np.where(rows["segment_ids"] > 0, other(rows["tokens"]), rows["tokens"])
         targets = np.where(rows["targets"] != IGNORE, other(rows["targets"]), IGNORE)
         kinds.append(rows | {"tokens": tokens, "targets": targets})
-    return {key: np.concatenate([kind[key] for kind in kinds]) for key in rows}
+    return {key: np.concatenate([kind[key] for kind in kinds])[:num_rows] for key in rows}
 
 
 @functools.cache

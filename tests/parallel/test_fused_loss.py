@@ -1,12 +1,14 @@
-"""With the loss fused with the head, every layout has the loss and gradients of one device without it."""
+"""With the loss fused with the head, every layout has the loss and gradients of one device without it.
+
+With other options, and for models with an encoder, in test_option_pairs.py.
+"""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
-from encoder_cases import ENCODER_HETERO_DP, HETERO_TP, assert_all_are_those_of_one_device, vision_problem
-from encoder_cases import Case as VisionCase
+from encoder_cases import assert_all_are_those_of_one_device
 from flax import nnx
 from one_device import deviation, loss_and_gradients, loss_of
 from pipeline_cases import Case, problem, text_config, twelve_rows, unplaced
@@ -26,34 +28,18 @@ def fused(config, split=None):
 
 
 TEXT = [
-    (Case(1, data=2, micro_batch=2), 5),
     (Case(1, tensor=4, data=2, sequence_parallel=True), 3),
-    (Case(1, tensor=2, data=4, sharding="optim_grads_params"), None),
-    (Case(2, 1, uneven=True, tensor=2, data=2, sequence_parallel=True), 5),
-    (Case(4, 1, uneven=True, data=2, sharding="optim_grads"), None),
     (Case(2, 2, tensor=2, data=2, vocabulary_over_stages=True, sequence_parallel=True), 3),
     (Case(2, 1, data=2, vocabulary_over_stages=True, sharding="optim_grads_params"), None),
 ]
-VISION = [
-    (VisionCase("qwen2_5_vit", HETERO_TP, tensor=2, data=2, sequence_parallel=True), 5),
-    (VisionCase("qwen3_vit", ENCODER_HETERO_DP, tensor=2, data=2), 5),
-]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_text_model_has_the_gradients_of_one_device(compiler):
+def test_gradients_are_those_of_one_device(compiler):
     assert_all_are_those_of_one_device(
         compiler, ((case, case, fused(case.config(), split), problem()) for case, split in TEXT)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case, split", VISION)
-def test_a_vision_model_has_the_gradients_of_one_device(compiler, case, split):
-    run = case, case, fused(case.config(), split), vision_problem(case.encoder)
-    assert_all_are_those_of_one_device(compiler, [run])
 
 
 @pytest.mark.parametrize(

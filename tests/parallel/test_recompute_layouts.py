@@ -1,20 +1,15 @@
 """Whatever is recomputed or lies in host memory meanwhile, loss and gradients are those of one device.
 
-On simulated CPU devices the copies to host memory and back are left out when a program is lowered; all else of it is
-the program of a GPU, whose copies tests/gpu_compile/test_activation_memory.py looks at.
+With other options, and in more layouts, in test_option_pairs.py.  On simulated CPU devices the copies to host memory
+and back are left out when a program is lowered; all else of it is the program of a GPU, whose copies
+tests/gpu_compile/test_activation_memory.py looks at.
 """
 
 import dataclasses
 
 import numpy as np
 import pytest
-from encoder_cases import (
-    ENCODER_HETERO_DP,
-    FULL_HETERO_DP,
-    HETERO_TP,
-    assert_all_are_those_of_one_device,
-    vision_problem,
-)
+from encoder_cases import FULL_HETERO_DP, HETERO_TP, assert_all_are_those_of_one_device, vision_problem
 from encoder_cases import Case as VisionCase
 from one_device import loss_and_gradients
 from pipeline_cases import Case, problem, text_config, twelve_rows
@@ -34,9 +29,6 @@ NORMS_AND_OFFLOAD = dataclasses.replace(OFFLOAD, recompute_granularity="selectiv
 BLOCK_AND_SINGLE = MemoryConfig(
     "full", "block", 1, activations=(("layer_input", "offload"), ("mlp_act", "recompute"), ("key", "offload"))
 )
-GROUPS_IN_HOST_MEMORY = MemoryConfig(
-    "full", "uniform", 2, fine_grained_activation_offloading=True, offload_modules=("attn_norm",)
-)
 EVERYTHING_IN_HOST_MEMORY = dataclasses.replace(
     OFFLOAD,
     offload_tensors=("pre_mlp_layernorm_output",),
@@ -45,13 +37,8 @@ EVERYTHING_IN_HOST_MEMORY = dataclasses.replace(
 
 TEXT = [
     (Case(1, tensor=2, data=2, sequence_parallel=True), SELECTIVE),
-    (Case(1, tensor=2, data=2, sequence_parallel=True), EVERYTHING_IN_HOST_MEMORY),
-    (Case(1, data=4, sharding="optim_grads_params"), NORMS_AND_OFFLOAD),
-    (Case(1, data=2, micro_batch=2), GROUPS_IN_HOST_MEMORY),
-    (Case(2, 2, tensor=2, data=2, sequence_parallel=True), SELECTIVE),
     (Case(2, 2, uneven=True, tensor=2, data=2), EVERYTHING_IN_HOST_MEMORY),
     (Case(4, 1, uneven=True, data=2, sharding="optim_grads_params"), BLOCK_AND_SINGLE),
-    (Case(2, 1, uneven=True, tensor=2, vocabulary_over_stages=True), GROUPS_IN_HOST_MEMORY),
 ]
 # what the encoder does beside
 VISION = [
@@ -61,15 +48,10 @@ VISION = [
         dict(recompute_granularity="selective", recompute_modules=MODULES, activations=(("query", "offload"),)),
     ),
     (
-        VisionCase("qwen3_vit", ENCODER_HETERO_DP, tensor=2, data=2, sequence_parallel=True),
-        SELECTIVE,
-        dict(activations=(("layer_input", "offload"), ("mlp_act", "recompute"), ("mlp_up", "offload"))),
-    ),
-    (
         VisionCase("qwen3_vit", FULL_HETERO_DP, 2, 2, uneven=True, tensor=2),
         NORMS_AND_OFFLOAD,
         dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1,
-             activations=(("core_attn", "offload"),)),
+             activations=(("layer_input", "offload"), ("mlp_act", "recompute"), ("mlp_up", "offload"))),
     ),
 ]  # fmt: skip
 
@@ -110,8 +92,7 @@ def test_adapters_and_dropout_are_kept_recomputed_and_offloaded_like_everything_
     rows = rows | {"dropout_keys": np.asarray(row_keys(0, 0, (1, len(rows["tokens"]))))[0]}
     expected = (parameters, rows, *loss_and_gradients(alone, parameters, rows))
     runs = []
-    for action in ("recompute", "offload"):
-        case = Case(2, 1, data=2, micro_batch=2)
+    for action, case in (("recompute", Case(2, 1, data=2, micro_batch=2)), ("offload", Case(1, data=2, micro_batch=2))):
         memory = MemoryConfig(activations=(("adapter", action), ("dropout", action), ("mlp_norm", action)))
         config = dataclasses.replace(case.config(decoder_changes=dropout), lora=lora, memory=memory)
         runs.append((f"{case} {memory}", case, config, expected))
