@@ -18,11 +18,12 @@ ALL = LAYERS * LAYER + TABLES
 
 
 def config(*overrides):
-    """Llama 3.1 8B over 8 data parallel ranks; nothing is recomputed."""
+    """Llama 3.1 8B over 8 data parallel ranks; nothing is recomputed or sharded, the loss isn't fused."""
     plain = [
         "parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false", f"train.seq_length={ROW}",
         "train.global_batch_size=16", "memory.recompute_granularity=none", "memory.recompute_method=none",
-        "memory.recompute_num_layers=none",
+        "memory.recompute_num_layers=none", "parallel.data_parallel_sharding_strategy=no_shard",
+        "loss.cross_entropy_loss_fusion=false",
     ]  # fmt: skip
     return resolve(load_config("configs/llama3_1_8b_pretrain.py", [*plain, *overrides]))
 
