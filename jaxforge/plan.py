@@ -115,7 +115,8 @@ def memory_table(report: "PlanReport") -> Table:
         ("  compute weights", parts.compute_weights, formula),
         ("  activations of layers", parts.activations, formula),
         ("  logits", parts.logits, formula),
-        ("  communication, workspace", parts.rest, "the rest of temporary"),
+        ("  communication (largest buffer)", parts.communication, compiler),
+        ("  workspace", parts.rest, "the rest of temporary"),
         ("results", rest, compiler),
     ]
     for name, size, source in rows:

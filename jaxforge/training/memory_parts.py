@@ -27,10 +27,10 @@ class MemoryParts:
     """What the arguments and the temporary memory of a GPU consist of, in bytes.
 
     Parameters, optimizer and batch are computed from shapes and shardings, and add up to the arguments.  Gradients,
-    compute weights, the layers' activations and logits are computed too; `rest` is what remains of the temporary memory
-    at its peak: communication buffers and workspace.  Memory is used again within a step, so the parts may come to more
-    than the whole: not all gradients exist yet while there are activations.  `host_state` is what lies in host memory
-    of masters and moments, and is in none of the others.
+    compute weights, the layers' activations and logits are computed too; `communication` is the largest buffer that
+    one collective takes or gives, and `rest` what remains of the temporary memory at its peak: workspace.  Memory is
+    used again within a step, so the parts may come to more than the whole: not all gradients exist yet while there
+    are activations.  `host_state` is what lies in host memory of masters and moments, and is in none of the others.
     """
 
     parameters: int
@@ -40,6 +40,7 @@ class MemoryParts:
     compute_weights: int
     activations: int
     logits: int
+    communication: int
     rest: int
     host_state: int
 
@@ -51,6 +52,7 @@ def memory_parts(
     batch: Tree,
     temporary: int,
     stages: PipelineLayout | None,
+    communication: int = 0,
 ) -> MemoryParts:
     """Of a program compiled for GPUs.
 
@@ -59,6 +61,7 @@ def memory_parts(
       batch: shapes with shardings.
       temporary: bytes, from the compiled program.
       stages: the layout of the pipeline, if there is one.
+      communication: bytes of the largest buffer of a collective, from the compiled program.
     """
     state = program.abstract_state
     gradients = _gradient_bytes(config, program, stages)
@@ -72,7 +75,8 @@ def memory_parts(
         compute_weights=compute_weights,
         activations=activations,
         logits=logits,
-        rest=max(0, temporary - gradients - compute_weights - activations - logits),
+        communication=communication,
+        rest=max(0, temporary - gradients - compute_weights - activations - logits - communication),
         host_state=bytes_per_device(state, in_host=True),
     )
 

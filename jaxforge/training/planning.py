@@ -171,8 +171,9 @@ def plan(
     device_bytes = _device_bytes(analysis, cluster.gpu)
     fits = device_bytes.peak + RESERVE_BYTES <= device_bytes.capacity
 
-    costs = program.activation_costs()
-    parts = memory_parts(config, program, costs, batch, device_bytes.temporary, stages)
+    costs, collectives = program.activation_costs(), find_collectives(hlo, dict(mesh.shape))
+    largest = max((one.bytes for one in collectives), default=0)
+    parts = memory_parts(config, program, costs, batch, device_bytes.temporary, stages, largest)
     if picture is not None and stages is not None:
         draw_schedule(schedule_of(stages, microbatches), picture, _memory_bars(parts, device_bytes, stages))
         say(f"and the memory of each rank, in {picture}")
@@ -189,7 +190,7 @@ def plan(
         + analysis.host_temp_size_in_bytes
         - analysis.host_alias_size_in_bytes,
         fits=fits,
-        collectives=find_collectives(hlo, dict(mesh.shape)),
+        collectives=collectives,
         model_flops_per_step=model_flops_per_step(config),
         tokens_per_step=config.train.global_batch_size * config.train.seq_length,
         compile_seconds=compile_seconds,
@@ -265,6 +266,7 @@ def _memory_bars(parts: MemoryParts, device: DeviceBytes, stages: PipelineLayout
         "compute weights": parts.compute_weights,
         "activations": parts.activations,
         "logits": parts.logits,
+        "communication": parts.communication,
     }
     # parts that don't exist at the same time come to more than the whole
     scale = min(1.0, device.peak / max(1, sum(shown.values())))
