@@ -22,8 +22,10 @@ from jaxforge.config.activations import (
     model_parts,
     recompute_group,
 )
+from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.model_rules import divisors, one_of
-from jaxforge.config.schema import Config
+from jaxforge.config.patterns import takes_all, takes_some
+from jaxforge.config.schema import Config, EncoderConfig
 from jaxforge.config.values import close_names
 
 
@@ -182,7 +184,26 @@ def a_smallest_size_has_something_to_select(config: Config) -> Iterator[str]:
         )
 
 
+def encoder_has_a_backward_pass(config: Config) -> Iterator[str]:
+    """Nothing is kept of an encoder in which nothing trains, so nothing can be recomputed or moved."""
+    encoder = config.model.encoder
+    if encoder is None:
+        return
+    if has_adapters(config.lora):
+        trains = config.lora.encoder.rank > 0 or takes_some(config.lora.train_also, "encoder")
+    else:
+        trains = not takes_all(config.optimizer.freeze, "encoder")
+    for name in ("recompute_granularity", "activations"):
+        value = getattr(encoder, name)
+        if value and not trains:
+            yield (
+                f"model.encoder.{name}={value} would have no effect, because nothing in the encoder trains, so that it"
+                f" has no backward pass; leave it at {getattr(EncoderConfig, name)}"
+            )
+
+
 MEMORY_RULES = (
+    encoder_has_a_backward_pass,
     recompute_is_whole,
     offloading_is_whole,
     activations_are_known,

@@ -29,7 +29,6 @@ model.encoder.image_size, in window layers to a full window.
 """
 
 import dataclasses
-import re
 
 from jaxforge.config.derived import patches_per_full_image
 from jaxforge.config.lora_rules import has_adapters
@@ -40,7 +39,7 @@ from jaxforge.config.part_flops import (
     projector_flops,
     window_patches,
 )
-from jaxforge.config.patterns import matches
+from jaxforge.config.patterns import takes_all, takes_some
 from jaxforge.config.schema import Config
 
 
@@ -97,20 +96,9 @@ def _what_trains(config: Config, module: str) -> tuple[bool, bool]:
 
     Where some of the weights have, all are counted, but with adapters none: there they are few or none.
     """
-    if _takes_all(config.optimizer.freeze, module):
+    if takes_all(config.optimizer.freeze, module):
         return False, False
     if not has_adapters(config.lora):
         return True, True
     also = config.lora.train_also
-    return _takes_all(also, module), getattr(config.lora, module).rank > 0 or _takes_some(also, module)
-
-
-def _takes_all(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether one pattern takes all of a module: it then also matches a name that no parameter has."""
-    return any(matches(f"{module}/ /any", pattern) for pattern in patterns)
-
-
-def _takes_some(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether a pattern may take something of a module: they agree up to its first wildcard."""
-    plain = [re.split(r"[*?[]", pattern)[0] for pattern in patterns]
-    return any(prefix.startswith(f"{module}/") or f"{module}/".startswith(prefix) for prefix in plain)
+    return takes_all(also, module), getattr(config.lora, module).rank > 0 or takes_some(also, module)

@@ -203,6 +203,19 @@ def test_what_experts_read_can_lie_in_host_memory():
             {"memory.activations": (("layer_input", "recompute"),)},
             "memory.activations recomputes layer_input, from which everything else is recomputed; save or offload it",
         ),
+        # what has no backward pass
+        (
+            full("model.encoder") | {"optimizer.freeze": ("encoder/**",)},
+            "model.encoder.recompute_granularity=full would have no effect, because nothing in the encoder trains",
+        ),
+        (
+            full("model.encoder") | {"lora.decoder.rank": 4},
+            "model.encoder.recompute_granularity=full would have no effect, because nothing in the encoder trains",
+        ),
+        (
+            {"model.encoder.activations": (("mlp_act", "recompute"),), "optimizer.freeze": ("encoder/**",)},
+            "model.encoder.activations=(('mlp_act', 'recompute'),) would have no effect",
+        ),
         # fields that don't go together
         (
             {"memory.recompute_granularity": "selective", "memory.recompute_method": "uniform"},
