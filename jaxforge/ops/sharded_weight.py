@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 Tree = Any
 
@@ -22,7 +23,7 @@ Tree = Any
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["weight", "carrier", "pending"],
-    meta_fields=["axes", "dim", "is_part"],
+    meta_fields=["axes", "dim", "is_part", "automatic"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
@@ -33,6 +34,7 @@ class ShardedWeight:
       carrier: fp32 zeros of the part's shape, whose gradient is the part's; None for a weight that doesn't train.
       axes: the mesh axes over which the parts lie, all manual.
       dim: the dimension that is divided, counted from the last: -1, -2 and so on.
+      automatic: how the last dimensions lie over the automatic axes.
       pending: fp32 gradients of the whole weight that are still to be summed over the ranks, and go with the next one.
     """
 
@@ -41,21 +43,26 @@ class ShardedWeight:
     axes: tuple[str, ...]
     dim: int
     is_part: bool
+    automatic: PartitionSpec = PartitionSpec()
     pending: jax.Array | None = None
 
     def whole(self) -> jax.Array:
         """The whole weight; its gradient goes to the carrier, reduced and scattered over the ranks."""
         if self.carrier is None:
             return self.gathered()
-        return _with_carrier(self.axes, self.dim, self.is_part, self.carrier, self.weight, self.pending)
+        return _with_carrier(self._division, self.is_part, self.carrier, self.weight, self.pending)
 
     def gathered(self) -> jax.Array:
         """The whole weight, without a way back for gradients."""
-        return _gathered(self.axes, self.dim, self.is_part, self.weight)
+        return _gathered(self._division, self.is_part, self.weight)
 
     def reduced(self, gradient: jax.Array) -> jax.Array:
         """This rank's part of the sum over the ranks of a gradient of the whole weight, in fp32."""
-        return _scattered(self.axes, self.dim, gradient)
+        return _scattered(self._division, gradient)
+
+    @property
+    def _division(self) -> tuple:
+        return self.axes, self.dim, self.automatic
 
 
 def whole(tree: Tree) -> Tree:
@@ -99,28 +106,46 @@ def _map(f, tree):
     return jax.tree.map(f, tree, is_leaf=_is_sharded)
 
 
-def _gathered(axes, dim, is_part, weight):
-    return lax.all_gather(weight, axes, axis=weight.ndim + dim, tiled=True) if is_part else weight
+def gather(x: jax.Array, axes: tuple[str, ...], dim: int, automatic: PartitionSpec) -> jax.Array:
+    """All parts of `x` along `dim`, counted from the last; `automatic` as in `ShardedWeight`."""
+    return _manually(lambda x: lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True), x, automatic)
 
 
-def _scattered(axes, dim, gradient):
-    gradient = gradient.astype(jnp.float32)
-    return lax.psum_scatter(gradient, axes, scatter_dimension=gradient.ndim + dim, tiled=True)
+def scatter(x: jax.Array, axes: tuple[str, ...], dim: int, automatic: PartitionSpec) -> jax.Array:
+    """This rank's part along `dim` of the sum of `x` over the ranks, likewise."""
+    return _manually(lambda x: lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True), x, automatic)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _with_carrier(axes, dim, is_part, carrier, weight, pending):
-    return _gathered(axes, dim, is_part, weight)
+def _manually(f, x, automatic):
+    """XLA would gather `x` over the automatic axes before a gather or scatter over manual ones, and cut it again."""
+    axes = {axis for entry in automatic for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+    if not axes:
+        return f(x)
+    spec = PartitionSpec(*(None,) * (x.ndim - len(automatic)), *automatic)
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
 
 
-def _with_carrier_forward(axes, dim, is_part, carrier, weight, pending):
-    return _gathered(axes, dim, is_part, weight), pending
+def _gathered(division, is_part, weight):
+    return gather(weight, *division) if is_part else weight
 
 
-def _with_carrier_backward(axes, dim, is_part, pending, gradient):
+def _scattered(division, gradient):
+    return scatter(gradient.astype(jnp.float32), *division)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_carrier(division, is_part, carrier, weight, pending):
+    return _gathered(division, is_part, weight)
+
+
+def _with_carrier_forward(division, is_part, carrier, weight, pending):
+    return _gathered(division, is_part, weight), pending
+
+
+def _with_carrier_backward(division, is_part, pending, gradient):
     if pending is not None:
         gradient = gradient.astype(jnp.float32) + pending
-    return _scattered(axes, dim, gradient), None, None
+    return _scattered(division, gradient), None, None
 
 
 _with_carrier.defvjp(_with_carrier_forward, _with_carrier_backward)

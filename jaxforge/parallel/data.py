@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
+from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, TENSOR_AXES, large_axes
 from jaxforge.config.errors import ConfigError
 from jaxforge.models.lora import is_adapter
 from jaxforge.models.moe import is_router_state
-from jaxforge.ops.sharded_weight import ShardedWeight, differentiable, whole
+from jaxforge.ops.sharded_weight import ShardedWeight, differentiable, scatter, whole
 from jaxforge.optim.paths import decays, join, parameter_paths, split
 
 Tree = Any
@@ -85,7 +85,7 @@ class DataSharding:
 
     def axes_of(self, path: str) -> tuple[str, ...]:
         """Those of the data axes along which a parameter is the same, and its gradients are summed."""
-        own = _axes_of(self.layouts[path].spec)
+        own = {axis for entry in self.layouts[path].spec for axis in _axes_of(entry)}
         return tuple(axis for axis in self.data_axes if axis not in own)
 
     @property
@@ -131,7 +131,7 @@ class DataSharding:
         return cut.spec(spec, cut.axes) if cut else spec
 
     def _manual_spec(self, path: str) -> PartitionSpec:
-        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in self.layouts[path].spec)
+        entries = map(_axes_of, self.layouts[path].spec)
         manual = (tuple(axis for axis in entry if axis in MANUAL_AXES) for entry in entries)
         return PartitionSpec(*(axes or None for axes in manual))
 
@@ -183,12 +183,20 @@ class DataSharding:
             axes = stages + data_axes
             return lax.psum(gradient, axes) if axes else gradient
         if data_axes and not (self.scatters_at_once or self.scatters_with_last):
-            gradient = lax.psum_scatter(gradient, data_axes, scatter_dimension=cut.dim, tiled=True)
+            gradient = scatter(gradient, data_axes, cut.dim - cut.ndim, self._automatic(path, cut))
         if not stages:
             return gradient
         if STAGE in cut.axes:
-            return lax.psum_scatter(gradient, stages, scatter_dimension=cut.dim, tiled=True)
+            return scatter(gradient, stages, cut.dim - cut.ndim, self._automatic(path, cut))
         return lax.psum(gradient, stages)
+
+    def _automatic(self, path: str, cut: Cut) -> PartitionSpec:
+        """How a parameter lies over the tensor axes; the dimension of a stack of layers is left out."""
+        layout = self.layouts[path]
+        tensor = [axis for axis in TENSOR_AXES if layout.mesh.shape[axis] > 1]
+        entries = [*layout.spec, *(None,) * (cut.ndim - len(layout.spec))]
+        kept = [tuple(axis for axis in _axes_of(entry) if axis in tensor) or None for entry in entries]
+        return PartitionSpec(*(kept[1:] if "/layers/" in path else kept))
 
     def _laid_out(self, path: str, spec_of: Callable[[str, PartitionSpec], PartitionSpec]) -> NamedSharding:
         layout = self.layouts[path]
@@ -204,7 +212,8 @@ class DataSharding:
             if cut is None:
                 return weight
             carrier, dim = carrier_of(path, weight, cut), cut.dim - cut.ndim
-            return ShardedWeight(weight, carrier, self.axes_of(path), dim, self.gathers_layers, pending)
+            automatic = self._automatic(path, cut)
+            return ShardedWeight(weight, carrier, self.axes_of(path), dim, self.gathers_layers, automatic, pending)
 
         trees = (weights,) if pending is None else (weights, pending)
         return jax.tree.map(one, parameter_paths(weights), *trees)
@@ -243,7 +252,7 @@ def data_sharding(
         choices = {}
         for path, leaf in leaves.items():
             if decays(path) and not is_adapter(path) and not is_router_state(path):
-                own = _axes_of(leaf.sharding.spec)
+                own = {axis for entry in leaf.sharding.spec for axis in _axes_of(entry)}
                 axes = tuple(axis for axis in data_axes if axis not in own)
                 choices[path] = (axes + stage_axes, axes) if is_summed_over_stages(path) else (axes,)
         cuts_stacks = strategy == "optim" and not overlap_grad_reduce
@@ -256,9 +265,9 @@ def data_sharding(
     return DataSharding(strategy, with_last, data_axes, stage_axes, is_summed_over_stages, cuts, layouts)
 
 
-def _axes_of(spec: PartitionSpec) -> set[str]:
-    """All mesh axes of a spec."""
-    return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None}
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _first(path: str, cuts_stacks: bool) -> int:

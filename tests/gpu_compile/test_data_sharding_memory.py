@@ -26,6 +26,20 @@ def report(strategy: str):
     return silent_plan(resolve(load_config("configs/llama3_1_8b_pretrain.py", overrides)), "h100:1x8")
 
 
+@pytest.mark.parametrize("strategy, reductions", [("optim", 1), ("optim_grads", MICROBATCHES)])
+def test_tensor_parallel_devices_move_their_own_parts_alone(strategy, reductions):
+    # TP 4, DP 2: XLA would gather gradients over tensor before it scatters them over replica
+    overrides = [
+        f"train.seq_length={ROW}", f"train.global_batch_size={2 * MICROBATCHES}",
+        f"parallel.data_parallel_sharding_strategy={strategy}",
+    ]  # fmt: skip
+    found = silent_plan(resolve(load_config("configs/llama3_1_8b_pretrain.py", overrides)), "h100:1x8").collectives
+    scattered = sum(one.bytes * one.count for one in found if (one.kind, one.axes) == ("reduce-scatter", ("replica",)))
+    assert scattered == pytest.approx(reductions * 4 * ALL / 4, rel=1e-3)
+    # over tensor no more than a row of activations at a time, in fp32 at the most
+    assert max(one.bytes for one in found if one.axes == ("tensor_inner",)) <= 4 * ROW * WIDTH
+
+
 def formula(strategy: str) -> float:
     """Bytes: masters and moments; sums of gradients, and those just found; compute weights; and what is common.
 
