@@ -210,7 +210,9 @@ def differences(mine: ModelConfig, theirs: ModelConfig) -> list[str]:
 def _comparable(decoder: DecoderConfig, name: str) -> Any:
     """A field's value, the same for all ways to say the same."""
     if name == "moe_layer_freq":
-        return tuple(map(int, layer_has_experts(decoder)))
+        has_experts = layer_has_experts(decoder)
+        # where all are alike, num_experts says which
+        return None if len(set(has_experts)) == 1 else tuple(map(int, has_experts))
     if name == "moe_ffn_hidden_size" and decoder.num_experts is not None:
         return expert_ffn_hidden_size(decoder)
     if name in ("moe_router_num_groups", "moe_router_group_topk") and decoder.moe_router_num_groups == 1:
