@@ -22,6 +22,7 @@ from jaxforge.config.schema import OptimizerConfig
 from jaxforge.optim import make_optimizer
 from jaxforge.parallel.data import data_sharding
 from jaxforge.parallel.microbatch_loss import PlainLoss
+from jaxforge.parallel.rules import replicated
 from jaxforge.training.program import build_program, make_model
 from jaxforge.training.step import apply_gradients, make_gradients
 
@@ -287,7 +288,7 @@ def test_a_thousand_small_updates_move_the_master_of_a_bf16_weight():  # F72
 
     batch = {name: np.ones((1, 1, 4), np.int32) for name in ("tokens", "targets", "segment_ids")}
     mesh = build_mesh(mesh_layout(1), jax.devices()[:1])
-    parameters = {"w": jnp.ones(3)}
+    parameters = {"w": jax.device_put(jnp.ones(3), replicated(mesh))}
     sharding = data_sharding("no_shard", mesh, parameters, lambda path: False)
     gradients_of = make_gradients(PlainLoss(loss_of, 0.0), mesh, sharding)
     config = OptimizerConfig(learning_rate=1e-6, lr_decay_style="constant", weight_decay=0.0)
