@@ -80,9 +80,10 @@ OPTIONS = {
 }
 
 OFF = {name: values[0] for name, values in OPTIONS.items()}
-LEARNING_RATE, BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP = 1.0, 0.9, 0.95, 1.0, 0.1, 0.25
-# Of the largest parameter of a tensor, of which two updates take less than a tenth for gradients, which may deviate by
-# 1e-5; each also rounds, by 6e-8 at most.
+# Clipping makes the largest gradients about a tenth of the largest parameters; both moments matter with this epsilon.
+LEARNING_RATE, BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP = 0.1, 0.9, 0.95, 0.1, 0.1, 0.25
+# Of the largest parameter of a tensor.  An update rounds it, by 6e-8 at most, and deviates by LEARNING_RATE / EPSILON
+# of what a gradient does, which is 1e-5 of its largest entry.
 PARAMETER_TOLERANCE = 1e-6
 FROZEN = ("decoder/layers/mlp/", "decoder/embedding_VD", "encoder/")
 
