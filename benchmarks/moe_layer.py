@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxforge.ops.expert_rows import permutation
 from jaxforge.ops.grouped_matmul import grouped_matmul, grouped_swiglu
-from jaxforge.ops.moe_permute import permutation, permute, unpermute
+from jaxforge.ops.moe_permute import permute, unpermute
 
 
 class Size(NamedTuple):

@@ -34,6 +34,7 @@ from pallas_kernels.flash_attention_kernels import (
     flash_attention_forward,
 )
 from pallas_kernels.head_blocks import padded
+from pallas_kernels.on_platform import interpreted_on_cpu
 
 __all__ = ["MASKED", "HeadTooWide", "flash_attention", "flash_attention_gradients", "output_delta"]
 
@@ -224,8 +225,7 @@ def _run(
             name=kernel.__name__,
         )(tokens, table, *arrays)
 
-    interpreted, compiled = (functools.partial(run, interpret=interpret) for interpret in (True, False))
-    return lax.platform_dependent(tokens, table, *inputs.values(), cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(run, tokens, table, *inputs.values())
 
 
 def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:

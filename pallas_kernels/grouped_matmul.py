@@ -24,6 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.on_platform import interpreted_on_cpu
+
 _SMALLEST = 16  # side of a block, for tensor cores
 
 
@@ -258,8 +260,7 @@ def _call(name: str, kernel: Callable, grid: tuple[int, ...], arguments: list, o
             kernel, grid=grid, out_shape=out_shape, compiler_params=_COMPILER, interpret=interpret, name=name
         )(*arguments)
 
-    interpreted, compiled = (functools.partial(run, interpret=interpret) for interpret in (True, False))
-    return lax.platform_dependent(*arguments, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(run, *arguments)
 
 
 def _check(num_stacks: int, arrays: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], sizes_X) -> None:

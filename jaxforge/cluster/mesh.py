@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxforge.config.derived import encoder_tensor_parallel_size, expert_axis_size
+from jaxforge.config.derived import encoder_tensor_parallel_size, expert_axis_size, experts_are_over_tensor
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config
@@ -121,6 +121,11 @@ def large_axes(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> tuple[str, ...]:
     XLA's partitioner refuses a reduction over manual axes when all of them have size 1.
     """
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def expert_axes(config: Config) -> tuple[str, ...]:
+    """The axes over which experts are shared out, outermost first."""
+    return (EXPERT, *TENSOR_AXES) if experts_are_over_tensor(config) else (EXPERT,)
 
 
 def node_of(device: Any) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 import jaxlib
 from jax.sharding import Mesh
 
-from jaxforge.cluster.mesh import EXPERT, TENSOR_AXES, axes_crossing_nodes
-from jaxforge.config.derived import experts_are_over_tensor
+from jaxforge.cluster.mesh import axes_crossing_nodes, expert_axes
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
 
@@ -61,7 +60,7 @@ def exchange_options(config: Config, mesh: Mesh, platform: str) -> dict[str, Any
     By default it would gather the hosts' whole buffers, and exchange exact numbers of rows inside a host alone.
     """
     crosses = axes_crossing_nodes(mesh)
-    names = (EXPERT, *TENSOR_AXES) if experts_are_over_tensor(config) else (EXPERT,)
-    if platform != "gpu" or config.model.decoder.num_experts is None or not any(crosses[name] for name in names):
+    crosses_nodes = any(crosses[axis] for axis in expert_axes(config))
+    if platform != "gpu" or config.model.decoder.num_experts is None or not crosses_nodes:
         return {}
     return {"xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer": False}

@@ -164,10 +164,10 @@ def config_json_of(model: ModelConfig, family: str, base: Mapping[str, Any] | No
     Raises:
       ConfigError: if the family can't express the model, naming what is lost.
     """
-    if model.encoder is not None and model.decoder.mrope_interleaved != family.startswith("qwen3"):
+    if model.encoder is not None and model.decoder.mrope_interleaved != _interleaves(family):
         raise ConfigError(
             f"the {family} family can't express this model: model.decoder.mrope_interleaved is"
-            f" {model.decoder.mrope_interleaved}, there it is always {family.startswith("qwen3")}; train with that, or"
+            f" {model.decoder.mrope_interleaved}, there it is always {_interleaves(family)}; train with that, or"
             " without exports"
         )
     written = dict(base) if base else _new_config_json(model, family)
@@ -185,6 +185,11 @@ def config_json_of(model: ModelConfig, family: str, base: Mapping[str, Any] | No
         what = f"the {family} family can't express this model" if base is None else "config.json is of another model"
         raise ConfigError(f"{what}: {'; '.join(lost)}")
     return written
+
+
+def _interleaves(family: str) -> bool:
+    """Whether a vision-language family's mRoPE is interleaved, which its class computes whatever the file says."""
+    return family.startswith("qwen3")
 
 
 def differences(mine: ModelConfig, theirs: ModelConfig) -> list[str]:
@@ -308,7 +313,7 @@ def _rope(text: Fields, family: str) -> dict[str, Any]:
     elif (factor := both.get(float, "factor", default=None)) is not None:
         raise ConfigError(f"{both.where} has factor={factor}, but no rope_type that uses it; add the type")
     if FAMILIES[family][0] is not None:
-        is_interleaved = family.startswith("qwen3")
+        is_interleaved = _interleaves(family)
         found |= {"mrope_section": both.get(tuple[int, ...], "mrope_section"), "mrope_interleaved": is_interleaved}
         both.must_be("mrope_interleaved", is_interleaved)
     return found

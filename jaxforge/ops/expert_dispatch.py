@@ -26,6 +26,7 @@ from jaxforge.ops.expert_rows import (
     group,
     inverse,
     packed,
+    permutation,
     received,
     regrouped,
     within_capacity,
@@ -151,14 +152,12 @@ class _Dispatched(NamedTuple):
 
 
 def _on_one_device(x_ND, experts_NK, weights_NK, num_experts, backend):
-    groups = group(experts_NK.reshape(-1), num_experts)
-    permutation = packed(groups, groups.sizes_G, experts_NK.size, experts_NK.shape[1])
-    permutation, sizes_X = _named((permutation, groups.sizes_G))
+    by_expert, sizes_X = _named(permutation(experts_NK, num_experts))
     return _Dispatched(
-        permute(x_ND, permutation, backend=backend),
-        _weights_of_rows(weights_NK, permutation)[:, 0],
+        permute(x_ND, by_expert, backend=backend),
+        _weights_of_rows(weights_NK, by_expert)[:, 0],
         sizes_X,
-        lambda rows_RD: unpermute(rows_RD, None, permutation, backend=backend),
+        lambda rows_RD: unpermute(rows_RD, None, by_expert, backend=backend),
         jnp.zeros(1, jnp.int32),
     )
 
@@ -181,17 +180,17 @@ def _allgather(x_ND, experts_NK, weights_NK, num_experts, backend, axes, buffer)
     sizes_PE = jnp.zeros((num_ranks, num_experts), jnp.int32).at[source_PM, experts_PM].add(1, mode="drop")
     kept_PE = received(sizes_PE, num_rows)
     kept_PX = lax.dynamic_slice_in_dim(kept_PE, rank * local_experts, local_experts, axis=1)
-    permutation = packed(groups, kept_PX.T.reshape(-1), num_rows, num_choices)
-    permutation, sizes_X = _named((permutation, jnp.sum(kept_PX, axis=0)))
+    by_expert = packed(groups, kept_PX.T.reshape(-1), num_rows, num_choices)
+    by_expert, sizes_X = _named((by_expert, jnp.sum(kept_PX, axis=0)))
     gathered_x, gathered_weights = (lax.all_gather(a, axes, tiled=True) for a in (x_ND, weights_NK))
 
     def combine(rows_RD):
-        partial_TD = unpermute(rows_RD, None, permutation, backend=backend)
+        partial_TD = unpermute(rows_RD, None, by_expert, backend=backend)
         return lax.psum_scatter(partial_TD, axes, scatter_dimension=0, tiled=True)
 
     dropped = jnp.sum(sizes_PE[rank] - kept_PE[rank])[None]
-    weights_R = _weights_of_rows(gathered_weights, permutation)[:, 0]
-    return _Dispatched(permute(gathered_x, permutation, backend=backend), weights_R, sizes_X, combine, dropped)
+    weights_R = _weights_of_rows(gathered_weights, by_expert)[:, 0]
+    return _Dispatched(permute(gathered_x, by_expert, backend=backend), weights_R, sizes_X, combine, dropped)
 
 
 def _alltoall(x_ND, experts_NK, weights_NK, num_experts, backend, axes, send_rows, buffer, ragged):
@@ -293,9 +292,9 @@ _in_order.defvjp(_in_order_forward, _in_order_backward)
 
 
 
-def _weights_of_rows(weights_NK: jax.Array, permutation: Permutation) -> jax.Array:
+def _weights_of_rows(weights_NK: jax.Array, order: Permutation) -> jax.Array:
     """The weight of each row's pair, 0 in an empty row.  [R, 1]"""
-    pairs = Permutation(permutation.choice_R, permutation.place_NK.reshape(-1, 1))
+    pairs = Permutation(order.choice_R, order.place_NK.reshape(-1, 1))
     return permute(weights_NK.reshape(-1, 1), pairs, backend="xla")
 
 

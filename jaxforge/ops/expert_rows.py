@@ -53,6 +53,24 @@ def packed(groups: Groups, kept_G: jax.Array, num_rows: int, num_choices: int) -
     return Permutation(choice_R, jnp.where(kept_M, row_M, num_rows).reshape(-1, num_choices))
 
 
+def permutation(
+    experts_NK: jax.Array, num_experts: int, *, num_rows: int | None = None
+) -> tuple[Permutation, jax.Array]:
+    """Rows sorted by expert, those of one expert in the order of tokens, the empty ones last.
+
+    Args:
+      experts_NK: int32, in [0, num_experts), or num_experts for a pair that isn't routed.
+      num_rows: of the buffer, by default N K; pairs that would lie beyond it have no row.
+
+    Returns:
+      The permutation, and the rows of each expert in the buffer [E] int32.
+    """
+    num_rows = experts_NK.size if num_rows is None else num_rows
+    groups = group(experts_NK.reshape(-1), num_experts)
+    kept_E = fitting(groups.sizes_G, num_rows)
+    return packed(groups, kept_E, num_rows, experts_NK.shape[1]), kept_E
+
+
 def regrouped(sizes_PX: jax.Array, num_rows: int) -> Permutation:
     """From rows by source and in each by expert, to rows by expert and in each by source.  One choice a row."""
     num_sources, num_experts = sizes_PX.shape

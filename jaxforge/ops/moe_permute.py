@@ -28,31 +28,6 @@ class Permutation(NamedTuple):
     place_NK: jax.Array
 
 
-def permutation(
-    experts_NK: jax.Array, num_experts: int, *, num_rows: int | None = None
-) -> tuple[Permutation, jax.Array]:
-    """Rows sorted by expert, those of one expert in the order of tokens, the empty ones last.
-
-    Args:
-      experts_NK: int32, in [0, num_experts), or num_experts for a pair that isn't routed.
-      num_rows: of the buffer, by default N K; pairs that would lie beyond it aren't routed.
-
-    Returns:
-      The permutation, and the rows of each expert in the buffer [E] int32.
-    """
-    N, K = experts_NK.shape
-    R = N * K if num_rows is None else num_rows
-    pair_experts = experts_NK.reshape(-1)
-    sorted_experts, order = jax.lax.sort_key_val(pair_experts, jnp.arange(N * K, dtype=jnp.int32), is_stable=True)
-    is_row = (sorted_experts < num_experts) & (jnp.arange(N * K) < R)
-    choice_R = _resized(jnp.where(is_row, order, N * K), R, N * K)
-    places = jnp.where(is_row, jnp.arange(N * K, dtype=jnp.int32), R)
-    place_NK = jnp.zeros(N * K, jnp.int32).at[order].set(places, unique_indices=True).reshape(N, K)
-    sizes_E = jnp.sum(pair_experts[:, None] == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
-    ends_E = jnp.minimum(jnp.cumsum(sizes_E), R)
-    return Permutation(choice_R, place_NK), jnp.diff(ends_E, prepend=0).astype(jnp.int32)
-
-
 def permute(x_ND: jax.Array, permutation: Permutation, *, backend: str) -> jax.Array:
     """The token of each row, 0 in empty ones.  [R, D] in the dtype of the tokens
 
@@ -119,10 +94,6 @@ _unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 def _source(permutation: Permutation) -> jax.Array:
     """The token of each row, N where the row is empty.  [R] int32"""
     return permutation.choice_R // permutation.place_NK.shape[1]
-
-
-def _resized(x: jax.Array, size: int, fill: int) -> jax.Array:
-    return x[:size] if size <= x.shape[0] else jnp.pad(x, (0, size - x.shape[0]), constant_values=fill)
 
 
 def _filled(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.cluster.topology import described_devices, parse_topology
+from jaxforge.ops.expert_rows import permutation
 from jaxforge.ops.grouped_matmul import grouped_matmul, grouped_swiglu
-from jaxforge.ops.moe_permute import permutation, permute, unpermute
+from jaxforge.ops.moe_permute import permute, unpermute
 
 N, K, E, D, F = 16384, 8, 128, 2048, 768
 R = N * K

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.ops.moe_permute import Permutation, permutation, permute, unpermute
+from jaxforge.ops.expert_rows import permutation
+from jaxforge.ops.moe_permute import Permutation, permute, unpermute
 
 BACKENDS = ["xla", "pallas"]
 # blocks are of 4 rows and 512 columns

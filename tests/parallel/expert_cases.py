@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 
-import jax
 import numpy as np
-from flax import nnx
-from one_device import num_targets
+from one_device import loss_and_gradients
 from pipeline_cases import Case as PipelineCase
 from pipeline_cases import twelve_rows
 from tiny_models import random_parameters
@@ -14,7 +12,6 @@ from tiny_models import random_parameters
 from jaxforge.config.schema import Config, MoeConfig
 from jaxforge.models.moe import on_one_device
 from jaxforge.ops.routing import RouterLosses
-from jaxforge.training.program import make_model
 
 # Qwen3-MoE: all layers alike.  DeepSeek-V3: dense layers first, groups, a selection bias, shared experts.
 KINDS = {
@@ -65,17 +62,9 @@ def expert_problem(kind: str) -> tuple[dict, dict, float, dict]:
     moe = LOSSES[kind]
     losses = RouterLosses(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff)
     run = dataclasses.replace(on_one_device(config.model.decoder), losses=losses)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0), experts=run)))
-    targets, tokens = num_targets(rows), int(np.sum(rows["segment_ids"] > 0))
-
-    @jax.jit
-    @jax.value_and_grad
-    def objective(parameters, rows):
-        loss, z = nnx.merge(graph, parameters).loss(rows | {"targets_per_token": np.float32(1 / tokens)})
-        return (loss + config.loss.z_loss_coefficient * z) / targets
-
-    loss, gradients = objective(parameters, rows)
-    gradients = jax.tree.map(np.asarray, gradients)
+    # what routers add isn't divided by the target tokens afterwards
+    per_token = np.float32(1 / np.sum(rows["segment_ids"] > 0))
+    loss, gradients = loss_and_gradients(config, parameters, rows | {"targets_per_token": per_token}, run)
     # a bias is chosen by alone
     gradients["decoder"]["layers"]["moe"].pop("expert_bias_E", None)
-    return parameters, rows, float(loss), gradients
+    return parameters, rows, loss, gradients

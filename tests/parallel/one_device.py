@@ -2,16 +2,28 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jaxforge.config.schema import Config
+from jaxforge.models.moe import ExpertsRun
 from jaxforge.ops.cross_entropy import IGNORE
 from jaxforge.training.program import make_model
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
+
+
+def deviation_table(path: str | None, markdown: Callable[[dict], str]) -> Iterator[dict]:
+    """Layouts and their deviations, for a fixture: written to `path` at the end, if there is one."""
+    deviations: dict[Any, Deviation] = {}
+    yield deviations
+    if path:
+        Path(path).write_text(markdown(deviations))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +39,18 @@ class Deviation:
         assert self.gradient <= GRADIENT_TOLERANCE, f"{layout}: {self}"
 
 
-def loss_and_gradients(config: Config, parameters: dict, rows: dict[str, np.ndarray]) -> tuple[float, dict]:
+def loss_and_gradients(
+    config: Config, parameters: dict, rows: dict[str, np.ndarray], experts: ExpertsRun | None = None
+) -> tuple[float, dict]:
     """Loss with z-loss over all rows [R, ...] at once, and its gradients."""
-    loss, gradients = _objective(config)(parameters, rows, num_targets(rows))
+    loss, gradients = _objective(config, experts)(parameters, rows, num_targets(rows))
     return float(loss), jax.tree.map(np.asarray, gradients)
 
 
 @functools.cache
-def _objective(config: Config):
+def _objective(config: Config, experts: ExpertsRun | None):
     """Compiled once for rows of one shape."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, "xla", nnx.Rngs(params=0), experts=experts)))
 
     @jax.jit
     @jax.value_and_grad

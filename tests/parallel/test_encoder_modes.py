@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import os
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from encoder_cases import (
     rows_with_images,
     vision_config,
 )
-from one_device import Deviation, deviation, loss_and_gradients, loss_of
+from one_device import Deviation, deviation, deviation_table, loss_and_gradients, loss_of
 from tiny_models import ENCODERS, random_parameters
 
 TABLE_PATH = os.environ.get("JAXFORGE_ENCODER_MODES_TABLE")
@@ -48,11 +47,7 @@ LAYOUTS = all_cases() if TABLE_PATH else FEW
 
 @pytest.fixture(scope="module")
 def table():
-    """Cases and their deviations; written at the end where the environment asks for it."""
-    deviations: dict[Case, Deviation] = {}
-    yield deviations
-    if TABLE_PATH:
-        Path(TABLE_PATH).write_text(markdown(deviations))
+    yield from deviation_table(TABLE_PATH, markdown)
 
 
 @functools.cache

@@ -8,13 +8,12 @@ import dataclasses
 import gc
 import itertools
 import os
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from expert_cases import KINDS, Case, expert_problem
-from one_device import Deviation, deviation, loss_of
+from one_device import Deviation, deviation, deviation_table, loss_of
 from pipeline_cases import Case as Layout
 from pipeline_cases import unplaced
 
@@ -56,11 +55,7 @@ def all_cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def table():
-    """Cases and their deviations; written at the end where the environment asks for it."""
-    deviations: dict[Case, Deviation] = {}
-    yield deviations
-    if TABLE_PATH:
-        Path(TABLE_PATH).write_text(markdown(deviations))
+    yield from deviation_table(TABLE_PATH, markdown)
 
 
 @pytest.mark.slow

@@ -9,11 +9,10 @@ import dataclasses
 import functools
 import itertools
 import os
-from pathlib import Path
 
 import jax
 import pytest
-from one_device import Deviation, deviation, loss_and_gradients, loss_of
+from one_device import Deviation, deviation, deviation_table, loss_and_gradients, loss_of
 from tiny_models import ENCODERS, microbatches, random_parameters, rows_of_many_kinds, tiny_config
 
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
@@ -65,11 +64,7 @@ def data_layouts(encoder, tensor, encoder_tensor, sequence_parallel):
 
 @pytest.fixture(scope="module")
 def table():
-    """Layouts and their deviations; written at the end where the environment asks for it."""
-    deviations: dict[Layout, Deviation] = {}
-    yield deviations
-    if TABLE_PATH:
-        Path(TABLE_PATH).write_text(markdown(deviations))
+    yield from deviation_table(TABLE_PATH, markdown)
 
 
 @functools.cache

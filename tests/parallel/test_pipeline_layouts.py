@@ -7,11 +7,10 @@ largest deviations as a markdown table.
 """
 
 import os
-from pathlib import Path
 
 import jax
 import pytest
-from one_device import Deviation, deviation, loss_of
+from one_device import Deviation, deviation, deviation_table, loss_of
 from pipeline_cases import Case, all_cases, problem, unplaced
 
 TABLE_PATH = os.environ.get("JAXFORGE_PIPELINE_TABLE")
@@ -32,11 +31,7 @@ LAYOUTS = all_cases() if TABLE_PATH else FEW
 
 @pytest.fixture(scope="module")
 def table():
-    """Cases and their deviations; written at the end where the environment asks for it."""
-    deviations: dict[Case, Deviation] = {}
-    yield deviations
-    if TABLE_PATH:
-        Path(TABLE_PATH).write_text(markdown(deviations))
+    yield from deviation_table(TABLE_PATH, markdown)
 
 
 @pytest.mark.timeout(3600 if TABLE_PATH else 900)

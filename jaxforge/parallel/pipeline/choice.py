@@ -61,35 +61,19 @@ def layer_order(config: Config) -> LayerOrder | None:
     if layout is None:
         return None
     stacks = _layers_of_stacks(layer_has_experts(config.model.decoder))
-    orders = (_places(layout, has)[0] for has in stacks.values())
+    orders = (layout.places(has)[0] for has in stacks.values())
     return LayerOrder(*(tuple(order.reshape(-1).tolist()) for order in orders))
 
 
 def first_places(layout: PipelineLayout, has_experts: Sequence[bool]) -> dict[str, np.ndarray]:
     """For each of the stacks of `LayerOrder`, the first place of each chunk of each rank, [ranks, chunks] int32."""
-    return {name: _places(layout, has)[1] for name, has in _layers_of_stacks(has_experts).items()}
+    return {name: layout.places(has)[1] for name, has in _layers_of_stacks(has_experts).items()}
 
 
 def _layers_of_stacks(has_experts: Sequence[bool]) -> dict[str, list[bool]]:
     """Of each stack of `LayerOrder`, in its order, which layers it is of."""
     has = list(has_experts)
     return {"layers": [True] * len(has), "mlp": [not one for one in has], "moe": has}
-
-
-def _places(layout: PipelineLayout, has: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """The order of a stack of the layers that `has` names, [ranks, places]; and the first place of each chunk."""
-    number = np.cumsum(has) - 1
-    ranks, first_RV = [], []
-    for rank in range(layout.pipeline_size):
-        chunks = [
-            [int(number[layer]) for layer in range(c.first_layer, c.first_layer + c.num_layers) if has[layer]]
-            for c in layout.chunks_of_rank(rank)
-        ]
-        ranks.append([layer for chunk in chunks for layer in chunk])
-        first_RV.append(np.cumsum([0, *map(len, chunks)])[:-1])
-    places = max(map(len, ranks))
-    order = np.array([[*layers, *[-1] * (places - len(layers))] for layers in ranks], np.int32)
-    return order, np.array(first_RV, np.int32)
 
 
 def lies_over_stages(path: str, vocabulary_is_over_stages: bool) -> bool:

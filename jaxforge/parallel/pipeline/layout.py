@@ -8,6 +8,7 @@ s // pipeline_size of rank s % pipeline_size, as in interleaved 1F1B (Narayanan 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,17 +86,33 @@ class PipelineLayout:
     def chunk_table(self) -> np.ndarray:
         """First slot and number of layers of each chunk: [ranks, chunks, 2] int32."""
         num_layers_RV = np.array(self.num_layers_by_stage, np.int32).reshape(self.virtual_stages, self.pipeline_size).T
-        first_slot_RV = np.cumsum(num_layers_RV, axis=1, dtype=np.int32) - num_layers_RV
-        return _read_only(np.stack([first_slot_RV, num_layers_RV], axis=2))
+        return _read_only(np.stack([self.places()[1], num_layers_RV], axis=2))
 
     @functools.cached_property
     def layer_order(self) -> np.ndarray:
         """The decoder layer in each slot, -1 in an unused one: [ranks, slots_per_rank] int32."""
-        layers = np.full((self.pipeline_size, self.slots_per_rank), -1, np.int32)
+        return _read_only(self.places()[0])
+
+    def places(self, has: Sequence[bool] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Where the layers that `has` names lie in a stack of these alone, by default of all layers.
+
+        Returns:
+          What lies in each place, a number among these layers or -1, [ranks, places of the fullest rank] int32; and the
+          first place of each chunk, [ranks, chunks] int32.
+        """
+        has = [True] * self.num_layers if has is None else has
+        number = np.cumsum(has) - 1
+        ranks, first_RV = [], []
         for rank in range(self.pipeline_size):
-            held = self.layers_of_rank(rank)
-            layers[rank, : len(held)] = held
-        return _read_only(layers)
+            chunks = [
+                [int(number[layer]) for layer in range(c.first_layer, c.first_layer + c.num_layers) if has[layer]]
+                for c in self.chunks_of_rank(rank)
+            ]
+            ranks.append([layer for chunk in chunks for layer in chunk])
+            first_RV.append(np.cumsum([0, *map(len, chunks)])[:-1])
+        fullest = max(map(len, ranks))
+        order = np.array([[*layers, *[-1] * (fullest - len(layers))] for layers in ranks], np.int32)
+        return order, np.array(first_RV, np.int32)
 
     def describe(self) -> str:
         """What each rank holds, chunks divided by `|`: a line per rank, for a person to read."""
