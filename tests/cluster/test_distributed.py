@@ -1,4 +1,5 @@
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,7 +28,8 @@ x = jax.make_array_from_callback((8,), NamedSharding(mesh, spec), lambda index: 
 def sum_all(x):
     return jax.lax.psum(x, ("replica", "tensor_inner"))
 total = jax.jit(jax.shard_map(sum_all, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))(x)
-print(jax.process_index(), jax.local_device_count(), jax.device_count(), jax.default_backend(), float(total[0]))
+counts = jax.local_device_count(), jax.device_count()
+print("result:", jax.process_index(), *counts, jax.default_backend(), float(total[0]))
 """
 
 
@@ -70,8 +72,8 @@ def test_two_processes_sum_over_their_eight_devices_even_with_a_web_proxy_set(st
     for rank, process in enumerate(processes):
         output, errors = process.communicate(timeout=50)
         assert process.returncode == 0, errors
-        printed = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
-        assert printed == [f"{rank} 4 8 cpu 36.0"]  # 1 + ... + 8
+        # Gloo's threads write to the same pipe, so a line of ours may follow a part of theirs.
+        assert re.findall("result: (.*)", output) == [f"{rank} 4 8 cpu 36.0"]  # 1 + ... + 8
 
 
 # F62
