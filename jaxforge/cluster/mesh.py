@@ -174,6 +174,23 @@ def axes_crossing_nodes(mesh: jax.sharding.Mesh | np.ndarray) -> dict[str, bool]
     return {axis: bool((nodes != nodes.take([0], axis=dim)).any()) for dim, axis in enumerate(AXES)}
 
 
+def num_nodes_along(mesh: jax.sharding.Mesh | np.ndarray, axes: Sequence[str]) -> int:
+    """Nodes that the devices along some axes lie on, as equal blocks of consecutive ones; 1 where they lie otherwise.
+
+    Takes the mesh or the array of `arrange`; devices along several axes are counted through, the first axis outermost.
+    """
+    nodes, dims = _nodes(_device_array(mesh)), [AXES.index(axis) for axis in axes]
+    size = math.prod(nodes.shape[dim] for dim in dims)
+    nodes_GP = np.moveaxis(nodes, dims, range(-len(dims), 0)).reshape(-1, size)
+    number = len(set(nodes_GP[0]))
+    if size % number:
+        return 1
+    # one node in each block, and as many nodes as blocks
+    nodes_GHL = nodes_GP.reshape(len(nodes_GP), number, -1)
+    fits = (nodes_GHL == nodes_GHL[:, :, :1]).all() and all(len(set(group)) == number for group in nodes_GP)
+    return number if fits else 1
+
+
 def describe(mesh: jax.sharding.Mesh | np.ndarray, layout: MeshLayout) -> str:
     """Which GPU of which node holds what, and which axes cross nodes: a line per node, for a person to read.
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxforge.ops.device_group import DeviceGroup, blocks
 from jaxforge.ops.expert_rows import (
     fitting,
     group,
@@ -48,8 +49,8 @@ class Dispatcher:
       kind: one of KINDS; without `axes` all of them are the same.
       num_experts: E, a multiple of P.
       axes: mesh axes of more than one device that share the experts, outermost first; () for one device.
-      node_axes: of them those that cross nodes, which come first; () where all devices are inside a node.  "flex" is
-        "alltoall" where these are none or all of the axes.
+      num_nodes: nodes that these devices lie on, in equal blocks of consecutive ones; 1 where they lie otherwise.
+        "flex" is "alltoall" where all are on one node, or each on its own.
       capacity_factor: an expert takes at most ceil(factor x N K / E) pairs from each device, N being the tokens of
         that device, padding among them; None for no limit.
       drop_policy: which pairs stay within the capacity: those of the largest weights ("probs") or the first
@@ -67,7 +68,7 @@ class Dispatcher:
     kind: str
     num_experts: int
     axes: tuple[str, ...] = ()
-    node_axes: tuple[str, ...] = ()
+    num_nodes: int = 1
     capacity_factor: float | None = None
     drop_policy: str = "probs"
     buffer_factor: float | None = None
@@ -78,8 +79,6 @@ class Dispatcher:
     def __post_init__(self):
         if self.kind not in KINDS or self.drop_policy not in DROP_POLICIES:
             raise ValueError(f"kind={self.kind!r} drop_policy={self.drop_policy!r}: use {KINDS} and {DROP_POLICIES}")
-        if self.axes[: len(self.node_axes)] != self.node_axes:
-            raise ValueError(f"node_axes={self.node_axes} must be the first of axes={self.axes}")
 
     def __call__(
         self, x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, compute: Compute
@@ -129,10 +128,11 @@ class Dispatcher:
         tokens = (x_ND, experts_NK, weights_NK, self.num_experts, self.backend)
         if self.kind == "allgather":
             return _allgather(*tokens, self.axes, buffer)
-        if self.kind == "flex" and 0 < len(self.node_axes) < len(self.axes):
-            inner_axes = self.axes[len(self.node_axes) :]
-            return _over_nodes(*tokens, self.node_axes, inner_axes, buffer, self.uses_ragged_exchange)
-        return _alltoall(*tokens, self.axes, experts_NK.size, buffer, self.uses_ragged_exchange)
+        all_devices = DeviceGroup(self.axes)
+        if self.kind == "flex" and 1 < self.num_nodes < all_devices.size:
+            groups = blocks(self.axes, all_devices.size, self.num_nodes)
+            return _over_nodes(*tokens, *groups, buffer, self.uses_ragged_exchange)
+        return _alltoall(*tokens, all_devices, experts_NK.size, buffer, self.uses_ragged_exchange)
 
 
 class _Dispatched(NamedTuple):
@@ -193,14 +193,14 @@ def _allgather(x_ND, experts_NK, weights_NK, num_experts, backend, axes, buffer)
     return _Dispatched(permute(gathered_x, by_expert, backend=backend), weights_R, sizes_X, combine, dropped)
 
 
-def _alltoall(x_ND, experts_NK, weights_NK, num_experts, backend, axes, send_rows, buffer, ragged):
-    num_ranks, rank = lax.axis_size(axes), lax.axis_index(axes)
+def _alltoall(x_ND, experts_NK, weights_NK, num_experts, backend, devices, send_rows, buffer, ragged):
+    num_ranks, rank = devices.size, devices.index()
     local_experts = num_experts // num_ranks
     num_tokens, num_choices = experts_NK.shape
     num_rows = _at_most(num_ranks * num_tokens * min(num_choices, local_experts), buffer)
 
     groups = group(experts_NK.reshape(-1), num_experts)
-    sizes_PE = lax.all_gather(fitting(groups.sizes_G, send_rows), axes)
+    sizes_PE = devices.all_gather(fitting(groups.sizes_G, send_rows))
     kept_PE = received(sizes_PE, num_rows)
     kept_PPX = kept_PE.reshape(num_ranks, num_ranks, local_experts)
     by_expert = packed(groups, kept_PE[rank], send_rows, num_choices)
@@ -209,23 +209,23 @@ def _alltoall(x_ND, experts_NK, weights_NK, num_experts, backend, axes, send_row
     by_expert, by_local_expert, (sizes_PP, sizes_X) = _named((by_expert, by_local_expert, sizes))
 
     def sent(rows_SD):
-        return exchange(rows_SD, sizes_PP, axes, num_rows, ragged=ragged)
+        return exchange(rows_SD, sizes_PP, devices, num_rows, ragged=ragged)
 
     rows_RD = permute(sent(permute(x_ND, by_expert, backend=backend)), by_local_expert, backend=backend)
     weights_R1 = permute(sent(_weights_of_rows(weights_NK, by_expert)), by_local_expert, backend="xla")
 
     def combine(rows_RD):
         rows_RD = permute(rows_RD, inverse(by_local_expert), backend=backend)
-        rows_SD = exchange(rows_RD, sizes_PP.T, axes, send_rows, ragged=ragged)
+        rows_SD = exchange(rows_RD, sizes_PP.T, devices, send_rows, ragged=ragged)
         return unpermute(rows_SD, None, by_expert, backend=backend)
 
     dropped_N = jnp.sum((experts_NK < num_experts) & (by_expert.place_NK == send_rows), axis=1, dtype=jnp.int32)
     return _Dispatched(rows_RD, weights_R1[:, 0], sizes_X, combine, dropped_N)
 
 
-def _over_nodes(x_ND, experts_NK, weights_NK, num_experts, backend, node_axes, inner_axes, buffer, ragged):
+def _over_nodes(x_ND, experts_NK, weights_NK, num_experts, backend, nodes, inside_node, buffer, ragged):
     """One copy of a token goes to the device of each node that has this device's place in it, with all its choices."""
-    num_nodes, node = lax.axis_size(node_axes), lax.axis_index(node_axes)
+    num_nodes, node = nodes.size, nodes.index()
     node_experts = num_experts // num_nodes
     num_tokens, num_choices = experts_NK.shape
     send_rows, num_rows = num_tokens * min(num_choices, num_nodes), num_tokens * num_nodes
@@ -236,13 +236,13 @@ def _over_nodes(x_ND, experts_NK, weights_NK, num_experts, backend, node_axes, i
     is_repeated_NK = jnp.any((node_NK[:, :, None] == node_NK[:, None]) & is_earlier_KK, axis=2)
     groups = group(jnp.where(is_repeated_NK, num_nodes, node_NK).reshape(-1), num_nodes)
     by_node = packed(groups, groups.sizes_G, send_rows, num_choices)
-    by_node, sizes_HH = _named((by_node, lax.all_gather(groups.sizes_G, node_axes)))
+    by_node, sizes_HH = _named((by_node, nodes.all_gather(groups.sizes_G)))
 
     def to_nodes(a, backend):
-        return exchange(permute(a, by_node, backend=backend), sizes_HH, node_axes, num_rows, ragged=ragged)
+        return exchange(permute(a, by_node, backend=backend), sizes_HH, nodes, num_rows, ragged=ragged)
 
     def from_nodes(rows_TD):
-        return exchange(rows_TD, sizes_HH.T, node_axes, send_rows, ragged=ragged)
+        return exchange(rows_TD, sizes_HH.T, nodes, send_rows, ragged=ragged)
 
     # numbers of experts are exact in fp32 up to 2^24: one exchange for both
     choices = jnp.concatenate([experts_NK.astype(jnp.float32), weights_NK.astype(jnp.float32)], axis=1)
@@ -254,7 +254,7 @@ def _over_nodes(x_ND, experts_NK, weights_NK, num_experts, backend, node_axes, i
     weights_TK = choices[:, num_choices:].astype(weights_NK.dtype)
     spread_rows = _at_most(num_rows * min(num_choices, node_experts), buffer)
     tokens = (x_TD, experts_TK, weights_TK, node_experts, backend)
-    inside = _alltoall(*tokens, inner_axes, spread_rows, buffer, ragged)
+    inside = _alltoall(*tokens, inside_node, spread_rows, buffer, ragged)
 
     def combine(rows_RD):
         return unpermute(from_nodes(inside.combine(rows_RD)), None, by_node, backend=backend)

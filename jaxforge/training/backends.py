@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxforge.cluster.mesh import TENSOR_AXES, axes_crossing_nodes, expert_axes, large_axes
+from jaxforge.cluster.mesh import TENSOR_AXES, expert_axes, large_axes, num_nodes_along
 from jaxforge.config.derived import experts_are_over_tensor
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config
@@ -63,14 +63,14 @@ def make_experts_run(config: Config, mesh: Mesh, platform: str) -> ExpertsRun | 
         return None
     tensor = large_axes(mesh, TENSOR_AXES)
     over_tensor = experts_are_over_tensor(config)
-    axes, crosses = large_axes(mesh, expert_axes(config)), axes_crossing_nodes(mesh)
+    axes = large_axes(mesh, expert_axes(config))
     losses = RouterLosses(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff)
     backend = "pallas" if platform == "gpu" else "xla"
     dispatcher = Dispatcher(
         moe.moe_token_dispatcher_type or "alltoall",
         decoder.num_experts,
         axes,
-        node_axes=tuple(axis for axis in axes if crosses[axis]),
+        num_nodes=num_nodes_along(mesh, axes),
         capacity_factor=moe.moe_expert_capacity_factor,
         drop_policy=moe.moe_token_drop_policy,
         buffer_factor=moe.moe_buffer_factor,

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from jaxforge.cluster import mesh as mesh_module
-from jaxforge.cluster.mesh import MeshLayout, arrange, axes_crossing_nodes, build_mesh, describe, mesh_layout, node_of
+from jaxforge.cluster.mesh import (
+    MeshLayout,
+    arrange,
+    axes_crossing_nodes,
+    build_mesh,
+    describe,
+    mesh_layout,
+    node_of,
+    num_nodes_along,
+)
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.schema import Config, EncoderConfig, ModelConfig, ParallelConfig
 
@@ -127,6 +136,20 @@ def test_64_gpus_in_8_nodes_are_described_in_a_line_per_node():
         "between nodes: stage, replica",
         "inside a node: tensor_inner",
     ]
+
+
+def test_devices_along_axes_lie_on_nodes_in_blocks_or_else_count_as_on_one():
+    # 4 nodes of 8: an expert group of 16 is two nodes, with tensor groups of 2 inside; of 4 it is half a node
+    array = arrange(mesh_layout(32, tensor=2, expert=8), gpus(4, 8))
+    assert num_nodes_along(array, ("expert",)) == 2
+    assert num_nodes_along(array, ("expert", "tensor_inner")) == 2
+    assert num_nodes_along(array, ("replica", "expert")) == 4
+    assert num_nodes_along(array, ("tensor_inner",)) == 1
+    assert num_nodes_along(arrange(mesh_layout(32, tensor=2, expert=2), gpus(4, 8)), ("expert",)) == 1
+    # groups of 4 on nodes of 6: some lie on one node, some on two
+    assert num_nodes_along(arrange(mesh_layout(12, expert=4), gpus(2, 6)), ("expert",)) == 1
+    # a tensor rank's ranks of the first axis alternate between nodes
+    assert num_nodes_along(arrange(mesh_layout(16, tensor=2, expert=8), gpus(2, 8)), ("tensor_inner", "expert")) == 1
 
 
 def test_1024_gpus_are_described_in_a_line_per_node_too():

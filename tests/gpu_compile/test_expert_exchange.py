@@ -32,7 +32,7 @@ def compiled(topology: str, kind: str, overlap: bool) -> str:
     cluster = parse_topology(topology)
     mesh = Mesh(np.array(described_devices(cluster)).reshape(2, -1), ("host", "gpu"))
     one = Dispatcher(
-        kind, E, ("host", "gpu"), node_axes=("host",), buffer_factor=2.0, uses_ragged_exchange=True, overlap=overlap
+        kind, E, ("host", "gpu"), num_nodes=2, buffer_factor=2.0, uses_ragged_exchange=True, overlap=overlap
     )
 
     def local(x_ND, weights_NK, up_XDF, down_XFD, experts_NK):

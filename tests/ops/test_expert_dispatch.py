@@ -18,9 +18,15 @@ WEIGHTS = RNG.uniform(0.1, 1, size=(T, K)).astype(np.float32)
 PARAMETERS = RNG.normal(size=(E, D, D)).astype(np.float32)
 COTANGENT = RNG.normal(size=(T, D)).astype(np.float32)
 
-LAYOUTS = {"1": (1,), "2": (2,), "4": (4,), "2x2": (2, 2)}
+# the devices of "2x2", and those of "4" in two nodes, lie on two nodes
+LAYOUTS = {"1": (1,), "2": (2,), "4": (4,), "2x2": (2, 2), "4 in two nodes": (4,)}
 # with 4 ranks there are fewer experts on a rank than choices, with 2 more
-ALL = [(kind, layout) for kind in KINDS for layout in LAYOUTS if layout != "1" or kind == "alltoall"]
+ALL = [
+    (kind, layout)
+    for kind in KINDS
+    for layout in LAYOUTS
+    if kind == {"1": "alltoall", "4 in two nodes": "flex"}.get(layout, kind)
+]
 everywhere = pytest.mark.parametrize(("kind", "layout"), ALL, ids=["-".join(pair) for pair in ALL])
 
 
@@ -80,7 +86,7 @@ def one_expert_after_the_other(parameters_XDD):
 
 def dispatcher(kind, layout, **options):
     axes = ("a", "b")[: len(LAYOUTS[layout])] if layout != "1" else ()
-    return Dispatcher(kind, E, axes, node_axes=("a",) if layout == "2x2" else (), **options)
+    return Dispatcher(kind, E, axes, num_nodes=2 if layout in ("2x2", "4 in two nodes") else 1, **options)
 
 
 def over_devices(f, layout, num_outputs):
@@ -264,8 +270,6 @@ def test_half_precision_rows_are_summed_in_fp32(kind):
     np.testing.assert_allclose(np.float32(y_TD), expected_TD, rtol=4 * 2**-8, atol=0)
 
 
-def test_the_axes_between_nodes_come_first():
-    with pytest.raises(ValueError, match=r"node_axes=\('b',\) must be the first of axes=\('a', 'b'\)"):
-        Dispatcher("flex", E, ("a", "b"), node_axes=("b",))
+def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="kind='sideways'"):
         Dispatcher("sideways", E)

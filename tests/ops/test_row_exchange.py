@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxforge.ops.device_group import DeviceGroup
 from jaxforge.ops.row_exchange import exchange
 
 S, R, D = 6, 9, 3
@@ -40,7 +41,7 @@ def exchanged(layout, dtype=np.float32):
 
     def local(rows_SD, cotangent_RD):
         def move(rows_SD):
-            return exchange(rows_SD, jnp.asarray(SIZES[layout]), axes, R, ragged=False)
+            return exchange(rows_SD, jnp.asarray(SIZES[layout]), DeviceGroup(axes), R, ragged=False)
 
         if not np.issubdtype(dtype, np.floating):
             return move(rows_SD), rows_SD
