@@ -65,10 +65,19 @@ def permutation(
     Returns:
       The permutation, and the rows of each expert in the buffer [E] int32.
     """
-    num_rows = experts_NK.size if num_rows is None else num_rows
+    num_pairs = experts_NK.size
+    num_rows = num_pairs if num_rows is None else num_rows
     groups = group(experts_NK.reshape(-1), num_experts)
     kept_E = fitting(groups.sizes_G, num_rows)
-    return packed(groups, kept_E, num_rows, experts_NK.shape[1]), kept_E
+    # rows are the sorted pairs themselves, and known without the sizes of groups, which `packed` searches by: where
+    # rows wait for these, XLA holds one array of all rows more at a time
+    number_M = jnp.arange(num_pairs, dtype=jnp.int32)
+    is_row_M = (groups.key_M[groups.order_M] < num_experts) & (number_M < num_rows)
+    choice_M = jnp.where(is_row_M, groups.order_M, num_pairs)
+    choice_R = jnp.pad(choice_M[:num_rows], (0, max(0, num_rows - num_pairs)), constant_values=num_pairs)
+    row_M = jnp.where(is_row_M, number_M, num_rows)
+    place_M = jnp.zeros_like(number_M).at[groups.order_M].set(row_M, unique_indices=True)
+    return Permutation(choice_R, place_M.reshape(experts_NK.shape)), kept_E
 
 
 def regrouped(sizes_PX: jax.Array, num_rows: int) -> Permutation:
