@@ -1,4 +1,4 @@
-"""Pretrains DeepSeek-V3 on 128 x 8 H100: PP 16 with two chunks, TP 8, experts over 64 devices of 8 nodes; no MTP layer.
+"""Pretrains DeepSeek-V3 on 128 x 8 H100: PP 16 with two chunks, TP 8, experts over 64 devices of 8 nodes.
 
     python -m jaxforge.train --config=configs/deepseek_v3_pretrain.py
     python -m jaxforge.plan --config=configs/deepseek_v3_pretrain.py --topology=h100:128x8
@@ -19,8 +19,8 @@ def get_config() -> ConfigDict:
     config.parallel.tensor_model_parallel_size = 8
     config.parallel.sequence_parallel = True
     config.parallel.pipeline_model_parallel_size = 16
-    # three dense layers first; the loss is shared by all stages, so the last one holds no layer
-    config.parallel.pipeline_model_parallel_layout = "Et*3|(tt|)*28,t|t|L"
+    # three dense layers first; multi-token prediction on a stage of its own; the loss is shared by all stages
+    config.parallel.pipeline_model_parallel_layout = "Et*3|(tt|)*29,m|L"
     config.parallel.vocabulary_parallel_over_pipeline = True
     config.parallel.expert_model_parallel_size = 64
     config.parallel.expert_tensor_parallel_size = 1

@@ -6,7 +6,9 @@
 Runs in the venv of scripts/make_parity_fixtures.py.  Each folder of `exports` is named after its fixture, whatever
 follows a dot; `python -m jaxforge.convert` from and to Hugging Face may make one as well.  Its config.json names the
 class, every weight must have its tensor, and the logits must lie within 1e-5 of the stored ones: the weights are the
-same, so only the rounding of another CPU may differ.  Exits with 1 where a folder fails.
+same, so only the rounding of another CPU may differ.  Layers for multi-token prediction, which the model leaves out,
+are loaded by what drafts tokens with them (`MtpModel`), and their logits compared too.  Exits with 1 where a folder
+fails.
 """
 
 import argparse
@@ -16,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from make_multi_token_fixture import stored_logits
 from make_parity_fixtures import FIXTURES, TOKENS, WRITTEN_OUT, logits_of
+from transformers.modeling_layers import MtpModel
 
 TOLERANCE = 1e-5
 
@@ -26,6 +30,11 @@ def problem_of(folder: Path, fixture: Path) -> tuple[str | None, float]:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         model_class = getattr(transformers, config.architectures[0])
+        num_mtp = getattr(config, "num_mtp_layers", None)
+        if num_mtp is not None:
+            # the class has the number of the published model's layer
+            numbers = range(config.num_hidden_layers, config.num_hidden_layers + num_mtp)
+            model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}\." for number in numbers]
         model, info = model_class.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, **WRITTEN_OUT
         )
@@ -39,6 +48,11 @@ def problem_of(folder: Path, fixture: Path) -> tuple[str | None, float]:
         model.config.update(TOKENS)
     with np.load(fixture / "inputs.npz") as inputs, np.load(fixture / "expected.npz") as expected:
         difference = float(np.abs(logits_of(model.eval(), dict(inputs)) - expected["logits"]).max())
+        if num_mtp:
+            ahead = stored_logits(model, MtpModel.from_pretrained(model).eval(), dict(inputs))
+            # NaN, on both sides, where there is no token so far ahead
+            assert np.array_equal(np.isnan(ahead), np.isnan(expected["logits_ahead"]))
+            difference = max(difference, float(np.nanmax(np.abs(ahead - expected["logits_ahead"]))))
     return (None if difference <= TOLERANCE else f"logits differ by more than {TOLERANCE}"), difference
 
 

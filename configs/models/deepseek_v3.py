@@ -1,4 +1,4 @@
-"""DeepSeek-V3: the config.json of deepseek-ai/DeepSeek-V3 without multi-token prediction (arXiv:2412.19437)."""
+"""DeepSeek-V3: the config.json of deepseek-ai/DeepSeek-V3 (arXiv:2412.19437)."""
 
 from ml_collections import ConfigDict
 
@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
         vocab_size=129280,
         rotary_base=1e4,
         untie_embeddings_and_output_weights=True,
+        mtp_num_layers=1,
         norm_epsilon=1e-6,
         multi_latent_attention=True,
         q_lora_rank=1536,

@@ -25,7 +25,7 @@ from jaxforge.optim.paths import split
 
 Tree = Any
 # Modules that `jaxforge.models.parameters.stack` makes: their parameters have a leading dimension of layers.
-_STACKS = ("layers", "deepstack")
+_STACKS = ("layers", "deepstack", "mtp")
 
 
 class ArrayReader(Protocol):

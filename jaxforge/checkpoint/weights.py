@@ -1,6 +1,7 @@
 """The weights that training starts from, and those that a run has trained: adapters folded in."""
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from jaxforge.checkpoint.hf import HFArrays
 from jaxforge.checkpoint.hf.folder import TensorFolder
 from jaxforge.checkpoint.stored import HF_FILES, RunCheckpoint, WeightsFolder
 from jaxforge.config.errors import ConfigError
-from jaxforge.config.hf_config import differences
+from jaxforge.config.hf_config import differences, read_by
 from jaxforge.config.model_schema import ModelConfig
 from jaxforge.config.schema import CheckpointConfig, Config, LoraConfig
 from jaxforge.models.decoder import VOCABULARY_TABLES
 from jaxforge.models.lora import A_SUFFIX, B_SUFFIX, adapter_scale, is_adapter
+
+_log = logging.getLogger(__name__)
 
 
 def starting_weights(checkpoint: CheckpointConfig, model: ModelConfig) -> ArrayReader | None:
@@ -40,13 +43,18 @@ def starting_weights(checkpoint: CheckpointConfig, model: ModelConfig) -> ArrayR
     else:
         saved = RunCheckpoint.open(*run_and_step(path, "checkpoint.pretrained_checkpoint"))
         theirs, arrays = saved.config.model, trained_weights(saved)
-    lines = differences(model, theirs)
+    lines = differences(model, read_by(model, theirs))
     if lines:
         raise ConfigError(
             f"checkpoint.pretrained_checkpoint={path} is of another model: {'; '.join(lines)}; use the config.model"
             " that it was made with"
         )
-    return PaddedArrays(arrays, model)
+    if (left_out := theirs.decoder.mtp_num_layers) and not model.decoder.mtp_num_layers:
+        _log.warning(
+            "%s: %d layer(s) for multi-token prediction are left out; model.decoder.mtp_num_layers=%d keeps them",
+            path, left_out, left_out,
+        )  # fmt: skip
+    return ArraysOfModel(arrays, model)
 
 
 def hf_folder(checkpoint: CheckpointConfig) -> Path | None:
@@ -122,14 +130,17 @@ def trained_weights(saved: RunCheckpoint) -> ArrayReader:
     return MergedArrays(base, arrays, config.lora)
 
 
-class PaddedArrays:
-    """Another reader's arrays with the vocabulary padded as a model's, by zeros; what a run pads to is its choice."""
+class ArraysOfModel:
+    """Of another reader's arrays those that a model has: its layers, and the vocabulary padded as its own, by zeros.
+
+    What a run pads to is its choice.
+    """
 
     def __init__(self, arrays: ArrayReader, model: ModelConfig):
         self._arrays = arrays
-        parameters = flatten(abstract_parameters(model))
-        padded = {path: leaf.shape for path, leaf in parameters.items() if path in VOCABULARY_TABLES}
-        self.shapes: Mapping[str, tuple[int, ...]] = dict(arrays.shapes) | padded
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            path: leaf.shape for path, leaf in flatten(abstract_parameters(model)).items()
+        }
 
     def has(self, path: str, layer: int | None) -> bool:
         return self._arrays.has(path, layer)

@@ -52,6 +52,12 @@ def layer_has_experts(decoder: DecoderConfig) -> tuple[bool, ...]:
     return tuple(bool(has) for has in decoder.moe_layer_freq)
 
 
+def stacked_layer_has_experts(decoder: DecoderConfig) -> tuple[bool, ...]:
+    """The same of each layer in the decoder's stack: its own, then those for multi-token prediction, like the last."""
+    own = layer_has_experts(decoder)
+    return own + own[-1:] * decoder.mtp_num_layers
+
+
 def expert_ffn_hidden_size(decoder: DecoderConfig) -> int:
     """Width of one expert."""
     return decoder.moe_ffn_hidden_size or decoder.ffn_hidden_size

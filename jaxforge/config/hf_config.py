@@ -16,8 +16,9 @@ from jaxforge.config.defaults import encoder_from_yaml, locked
 from jaxforge.config.derived import expert_ffn_hidden_size, layer_has_experts
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.hf_experts import (
-    UNREAD_LAYERS,
+    MTP_LAYERS,
     WITH_EXPERTS,
+    WITH_MTP,
     experts,
     latent_attention,
     new_experts,
@@ -74,12 +75,10 @@ class Architecture:
     Attributes:
       family: its model_type, one of FAMILIES.
       model: sizes and kinds; fields that are a run's choice have their defaults.
-      num_unread_layers: layers behind the decoder's that aren't part of `model`: multi-token prediction isn't built.
     """
 
     family: str
     model: ModelConfig
-    num_unread_layers: int = 0
 
 
 def hf_model(folder: str | Path, choices: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -143,8 +142,7 @@ def architecture_of(config_json: Mapping[str, Any], where: str) -> Architecture:
     decoder = _decoder(text, family)
     encoder_type, _ = FAMILIES[family]
     if encoder_type is None:
-        unread = text.count(*UNREAD_LAYERS, default=0) if family == "deepseek_v3" else 0
-        return Architecture(family, ModelConfig(decoder=decoder), unread)
+        return Architecture(family, ModelConfig(decoder=decoder))
     vision = Fields(f"{where}: vision_config", (top.mapping("vision_config"),))
     encoder = _encoder(vision, encoder_type)
     if (width := vision.get(int, "out_hidden_size")) != decoder.hidden_size:
@@ -170,6 +168,12 @@ def config_json_of(model: ModelConfig, family: str, base: Mapping[str, Any] | No
             f" {model.decoder.mrope_interleaved}, there it is always {_interleaves(family)}; train with that, or"
             " without exports"
         )
+    if model.decoder.mtp_num_layers and family not in WITH_MTP:
+        raise ConfigError(
+            f"the {family} family can't express this model: model.decoder.mtp_num_layers is"
+            f" {model.decoder.mtp_num_layers}, and only {' and '.join(WITH_MTP)} has layers for multi-token prediction;"
+            " train with 0, or without exports"
+        )
     written = dict(base) if base else _new_config_json(model, family)
     # where the base has them: transformers reads the nested ones, which "the top wins" would hide from the check below
     nested = any(name in (written.get("text_config") or {}) for name in _ROTARY)
@@ -177,8 +181,9 @@ def config_json_of(model: ModelConfig, family: str, base: Mapping[str, Any] | No
         written["text_config"] = written["text_config"] | _rotary_fields(model.decoder)
     if not nested or any(name in written for name in _ROTARY):
         written |= _rotary_fields(model.decoder)
-    if family == "deepseek_v3":
-        written |= {name: 0 for name in UNREAD_LAYERS if name in written or name == UNREAD_LAYERS[0]}
+    if family in WITH_MTP:
+        num_mtp = model.decoder.mtp_num_layers
+        written |= {name: num_mtp for name in MTP_LAYERS if name in written or name == MTP_LAYERS[0]}
     again = architecture_of(written, "the config.json to write").model
     lost = differences(model, again)
     if lost:
@@ -210,6 +215,13 @@ def differences(mine: ModelConfig, theirs: ModelConfig) -> list[str]:
             if field.name not in _CHOICES.get(part, ()) and a != b:
                 lines.append(f"model.{part}.{field.name} is {a}, there {b}")
     return lines
+
+
+def read_by(mine: ModelConfig, theirs: ModelConfig) -> ModelConfig:
+    """What a model reads of another's weights: those for multi-token prediction may be left out by one without."""
+    if mine.decoder.mtp_num_layers:
+        return theirs
+    return dataclasses.replace(theirs, decoder=dataclasses.replace(theirs.decoder, mtp_num_layers=0))
 
 
 def _comparable(decoder: DecoderConfig, name: str) -> Any:

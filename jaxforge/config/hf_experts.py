@@ -3,12 +3,15 @@
 from typing import Any
 
 from jaxforge.config.derived import expert_ffn_hidden_size, layer_has_experts
+from jaxforge.config.errors import ConfigError
 from jaxforge.config.hf_fields import Fields
 from jaxforge.config.model_schema import DecoderConfig
 
 WITH_EXPERTS = ("qwen3_moe", "qwen3_vl_moe", "deepseek_v3")
+# With layers for multi-token prediction.
+WITH_MTP = ("deepseek_v3",)
 # Names of the number of layers for multi-token prediction behind the decoder's: as released, and of transformers 5.
-UNREAD_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def latent_attention(text: Fields, num_heads: int) -> dict[str, Any]:
@@ -38,9 +41,18 @@ def experts(text: Fields, family: str) -> dict[str, Any]:
         text.must_be("scoring_func", "sigmoid")
         text.must_be("topk_method", "noaux_tc")
         dense, step = text.count("first_k_dense_replace"), text.get(int, "moe_layer_freq", default=1)
-        has_experts = tuple(int(layer >= dense and layer % step == 0) for layer in layers)
+        num_mtp = text.count(*MTP_LAYERS, default=0)
+        of_all = tuple(int(layer >= dense and layer % step == 0) for layer in range(len(layers) + num_mtp))
+        has_experts, of_mtp = of_all[: len(layers)], of_all[len(layers) :]
+        if any(has != has_experts[-1] for has in of_mtp):
+            raise ConfigError(
+                f"{text.where}: {MTP_LAYERS[0]}={num_mtp}: by first_k_dense_replace={dense} and moe_layer_freq={step}"
+                " such a layer has experts where the last decoder layer hasn't, or the other way round, which isn't"
+                f" built; set {MTP_LAYERS[0]} to 0 there"
+            )
         groups, best = text.get(int, "n_group"), text.get(int, "topk_group")
         found |= dict(
+            mtp_num_layers=num_mtp,
             num_experts=text.get(int, "n_routed_experts"),
             moe_shared_expert_intermediate_size=inner * text.get(int, "n_shared_experts"),
             moe_router_score_function="sigmoid",
@@ -66,7 +78,7 @@ def experts(text: Fields, family: str) -> dict[str, Any]:
 
 
 def new_latent_attention(decoder: DecoderConfig) -> dict[str, Any]:
-    """What config.json says of DeepSeek's attention, and that there is no multi-token prediction."""
+    """What config.json says of DeepSeek's attention."""
     return {
         "num_key_value_heads": decoder.num_attention_heads,
         "q_lora_rank": decoder.q_lora_rank,
@@ -75,7 +87,6 @@ def new_latent_attention(decoder: DecoderConfig) -> dict[str, Any]:
         "qk_rope_head_dim": decoder.qk_pos_emb_head_dim,
         "v_head_dim": decoder.v_head_dim,
         "rope_interleave": True,
-        UNREAD_LAYERS[0]: 0,
     }
 
 

@@ -94,6 +94,11 @@ class DecoderConfig:
     untie_embeddings_and_output_weights: bool = field(
         True, "separate weights for embedding and output head", flag="--untie-embeddings-and-output-weights"
     )
+    mtp_num_layers: int = field(
+        0, "layers behind the decoder's that predict one token further ahead each, in training (multi-token prediction,"
+        " DeepSeek-V3, arXiv:2412.19437, 2.2); they are like the last decoder layer", unit="layers",
+        flag="--mtp-num-layers",
+    )
     hidden_dropout: float = field(
         0.0, "dropout on the embeddings and the residual branches, in training", flag="--hidden-dropout"
     )

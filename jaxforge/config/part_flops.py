@@ -11,22 +11,44 @@ from jaxforge.config.derived import (
     layer_has_experts,
     merged_patch_width,
     projector_ffn_hidden_size,
+    stacked_layer_has_experts,
 )
 from jaxforge.config.model_schema import DecoderConfig, EncoderConfig, ModelConfig
 
 
+def decoder_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
+    """Of all that a decoder computes in training, per token of a document of so many tokens.
+
+    Its layers and head, and for multi-token prediction each layer with its projection, and the head once more.
+    """
+    num_depths = decoder.mtp_num_layers
+    layers = _layers_flops(decoder, stacked_layer_has_experts(decoder), length)
+    return layers + (1 + num_depths) * head_flops(decoder) + num_depths * mtp_projection_flops(decoder)
+
+
 def decoder_layers_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:
-    """Of all decoder layers, per token of a document of so many tokens: causal, so that it attends to half of them.
+    """Of the decoder's own layers, likewise: causal, so that a token attends to half of its document.
 
     Of experts those that a token goes to.
     """
-    with_experts = sum(layer_has_experts(decoder))
-    feed_forward = (decoder.num_layers - with_experts) * decoder.ffn_hidden_size
+    return _layers_flops(decoder, layer_has_experts(decoder), length)
+
+
+def _layers_flops[Count: (int, np.ndarray)](
+    decoder: DecoderConfig, has_experts: tuple[bool, ...], length: Count
+) -> Count:
+    with_experts = sum(has_experts)
+    feed_forward = (len(has_experts) - with_experts) * decoder.ffn_hidden_size
     if decoder.num_experts is not None:
         shared = decoder.moe_shared_expert_intermediate_size or 0
         feed_forward += with_experts * (decoder.moe_router_topk * expert_ffn_hidden_size(decoder) + shared)
     router = 2 * decoder.hidden_size * (decoder.num_experts or 0) * with_experts
-    return decoder.num_layers * attention_flops(decoder, length) + 6 * decoder.hidden_size * feed_forward + router
+    return len(has_experts) * attention_flops(decoder, length) + 6 * decoder.hidden_size * feed_forward + router
+
+
+def mtp_projection_flops(decoder: DecoderConfig) -> int:
+    """Of what a layer for multi-token prediction has before it, per token: from twice the width."""
+    return 4 * decoder.hidden_size**2
 
 
 def attention_flops[Count: (int, np.ndarray)](decoder: DecoderConfig, length: Count) -> Count:

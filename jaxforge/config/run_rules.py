@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxforge.config.derived import data_parallel_size, encoder_devices, lr_decay_iters
 from jaxforge.config.model_rules import divisors, one_of
-from jaxforge.config.schema import Config, OptimizerConfig
+from jaxforge.config.schema import Config, LossConfig, OptimizerConfig
 
 # Half of the largest distance, relative to them, between two neighbours of bfloat16, which has 8 significant bits.
 _BFLOAT16_STEP = 2**-8
@@ -192,8 +192,19 @@ def loss_fusion_is_asked_for(config: Config) -> Iterator[str]:
             )
 
 
+def weight_of_multi_token_prediction_has_an_effect(config: Config) -> Iterator[str]:
+    """There are layers whose loss it weighs."""
+    factor = config.loss.mtp_loss_scaling_factor
+    if factor != LossConfig.mtp_loss_scaling_factor and not config.model.decoder.mtp_num_layers:
+        yield (
+            f"loss.mtp_loss_scaling_factor={factor} would have no effect with model.decoder.mtp_num_layers=0; leave it"
+            f" at {LossConfig.mtp_loss_scaling_factor}, or use layers for multi-token prediction"
+        )
+
+
 RUN_RULES = (
     loss_fusion_is_asked_for,
+    weight_of_multi_token_prediction_has_an_effect,
     overlap_has_something_to_overlap,
     sequence_parallel_has_something_to_share,
     learning_rate_schedule_is_consistent,

@@ -47,8 +47,8 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = field(
         None,
-        "what each stage holds, as Ett|tt|ttL (E embedding, t layer, L loss, | ends a stage, *n repeats), or balanced:"
-        " by FLOPs, head and loss counted", flag="--pipeline-model-parallel-layout",
+        "what each stage holds, as Ett|tt|ttL (E embedding, t layer, m layer for multi-token prediction, L loss, | ends"
+        " a stage, *n repeats), or balanced: by FLOPs, head and loss counted", flag="--pipeline-model-parallel-layout",
     )
     vocabulary_parallel_over_pipeline: bool | None = field(
         None, "shard embedding and head over the stages too, which then share their work, so that no stage carries"
@@ -154,6 +154,10 @@ class LossConfig:
     """The training loss: cross-entropy summed over target tokens, divided once by their number."""
 
     z_loss_coefficient: float = field(0.0, "weight of the squared log-sum-exp (PaLM, arXiv:2204.02311, 5)")
+    mtp_loss_scaling_factor: float = field(
+        0.1, "weight of the mean, over the layers for multi-token prediction, of each one's mean cross-entropy",
+        flag="--mtp-loss-scaling-factor",
+    )
     cross_entropy_loss_fusion: bool = field(
         False, "fuse the output projection with the loss, so that logits of all tokens never exist",
         flag="--cross-entropy-loss-fusion",

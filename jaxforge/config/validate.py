@@ -52,7 +52,7 @@ _AT_LEAST_ONE = {
     "checkpoint": ("keep",),
 }  # fmt: skip
 _AT_LEAST_ZERO = {
-    "model.decoder": ("mscale", "mscale_all_dim"),
+    "model.decoder": ("mscale", "mscale_all_dim", "mtp_num_layers"),
     "parallel": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "optimizer": ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad"),
     "loss": ("z_loss_coefficient",),
@@ -61,6 +61,7 @@ _AT_LEAST_ZERO = {
     "checkpoint": ("save_every_steps", "export_hf_every_steps"),
 }
 _ABOVE_ZERO = {
+    "loss": ("mtp_loss_scaling_factor",),
     "model.decoder": (
         "norm_epsilon", "rotary_base", "init_method_std", "rope_scaling_factor", "rope_scaling_low_freq_factor",
         "rope_scaling_high_freq_factor", "moe_router_topk_scaling_factor", "beta_fast", "beta_slow",

@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxforge.config.derived import patches_per_full_image
 from jaxforge.config.part_flops import (
-    decoder_layers_flops,
+    decoder_flops,
     encoder_flops,
-    head_flops,
     projector_flops,
     window_patches,
 )
@@ -28,7 +27,7 @@ def document_costs(tokens_N: np.ndarray, patches_N: np.ndarray, config: Config) 
     """
     model, tokens_N, patches_N = config.model, tokens_N.astype(np.float64), patches_N.astype(np.float64)
     decoder = model.decoder
-    costs_N = tokens_N * (decoder_layers_flops(decoder, tokens_N) + head_flops(decoder))
+    costs_N = tokens_N * decoder_flops(decoder, tokens_N)
     encoder = model.encoder
     if encoder is None:
         return costs_N

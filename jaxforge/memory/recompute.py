@@ -4,6 +4,11 @@ from jaxforge.config.activations import FULL
 from jaxforge.config.schema import EncoderConfig, MemoryConfig
 
 
+def recomputes_mtp_layers(config: MemoryConfig) -> bool:
+    """Whether layers for multi-token prediction are recomputed, one by one: block's first layers aren't these."""
+    return config.recompute_granularity == FULL and config.recompute_method == "uniform"
+
+
 def recompute_segments(config: MemoryConfig | EncoderConfig, num_layers: int) -> tuple[tuple[int, int], ...]:
     """(layers, unit) runs of a stack of `num_layers`.
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,23 +10,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxforge.config.derived import layer_has_experts, padded_vocab_size
+from jaxforge.config.activations import LAYER_INPUT
+from jaxforge.config.derived import padded_vocab_size, stacked_layer_has_experts
 from jaxforge.config.schema import DecoderConfig
 from jaxforge.memory.policy import KEEP_ALL, Policies
 from jaxforge.models.attention import RESIDUAL, WHOLE, SelfAttention
 from jaxforge.models.dropout import dropout
 from jaxforge.models.latent_attention import LatentAttention
-from jaxforge.models.layer_order import LayerOrder
+from jaxforge.models.layer_order import FEED_FORWARDS, LayerOrder
 from jaxforge.models.mlp import MLP
 from jaxforge.models.moe import ExpertsRun, MoE, StepTokens
+from jaxforge.models.multi_token import Batch, Depth, of_depths, targets_and_weights
 from jaxforge.models.norm import RMSNorm
 from jaxforge.models.parameters import Segments, layer_keys, normal, scan_layers, segments_between, stack
 from jaxforge.models.rope import decoder_angles, decoder_frequencies
 from jaxforge.ops.attention import RowSegments, row_segments
-from jaxforge.ops.cross_entropy import cross_entropy, score_tokens
+from jaxforge.ops.cross_entropy import Losses, cross_entropy, score_tokens
 from jaxforge.ops.embedding import embed, gather_rows
 from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 from jaxforge.ops.placement import Placement
+from jaxforge.ops.sharded_weight import whole
 
 # Paths, in the whole model, of the parameters with a row for each token.
 VOCABULARY_TABLES = ("decoder/embedding_VD", "decoder/head_VD")
@@ -115,18 +118,20 @@ def _attention(
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head.
+    """Embedding, layers, final norm and head, and layers for multi-token prediction.
 
-    `hidden` is `enter`, `run_layers` and `leave`; a pipeline calls the layers itself.
+    `states` is `enter`, `run_layers`, the final norm and `states_ahead`; a pipeline calls the layers itself.
 
     Args:
       segments, policies: which layers are recomputed and what the others keep, as in `scan_layers`.
       fused_loss: a loss fused with the head, which then scores tokens too; its gradients aren't found by JAX.
       layer_order: the layer in each place of the stacks; other than None only for a pipeline.
       experts: how experts are computed, where there are some.
+      recomputes_mtp: whether layers for multi-token prediction are recomputed.
 
-    `layers` is a layer whose parameters are stacked, of all layers in turn or in `layer_order`.  Where some layers are
-    dense and others have experts it has both feed-forwards, each stacked over the layers that have it.
+    `layers` is a layer whose parameters are stacked, of all layers in turn or in `layer_order`; those for multi-token
+    prediction are the last.  Where some layers are dense and others have experts it has both feed-forwards, each
+    stacked over the layers that have it.
     """
 
     def __init__(
@@ -141,10 +146,11 @@ class Decoder(nnx.Module):
         policies: Policies = KEEP_ALL,
         fused_loss: LinearCrossEntropy | None = None,
         experts: ExpertsRun | None = None,
+        recomputes_mtp: bool = False,
     ):
         table = (padded_vocab_size(config), config.hidden_size)
         self.embedding_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
-        self.has_experts = layer_has_experts(config)
+        self.has_experts = stacked_layer_has_experts(config)
 
         def make_layer(has_experts, rngs):
             run = experts if has_experts else None
@@ -155,8 +161,13 @@ class Decoder(nnx.Module):
         self.tied = not config.untie_embeddings_and_output_weights
         if not self.tied:
             self.head_VD = normal(rngs, table, ("vocab", "embed"), config.init_method_std)
+        self.num_depths = config.mtp_num_layers
+        if self.num_depths:
+            make_depth = functools.partial(Depth, config, placement=placement)
+            keys = layer_keys(rngs, self.num_depths)
+            self.mtp = stack(lambda rngs: make_depth(rngs=rngs), keys, name=None)
         self.config, self.segments, self.placement = config, tuple(segments), placement
-        self.policies, self.backend = policies, backend
+        self.policies, self.recomputes_mtp, self.backend = policies, recomputes_mtp, backend
         self.fused_loss = fused_loss
 
     def embed(
@@ -188,7 +199,7 @@ class Decoder(nnx.Module):
         """
         return self.placement.constrain(lookup(visual, index_BS, self.placement), RESIDUAL)
 
-    def hidden(
+    def states(
         self,
         x_BSD: jax.Array,
         positions_B3S: jax.Array,
@@ -198,11 +209,81 @@ class Decoder(nnx.Module):
         dropout_keys_B2: jax.Array | None = None,
         lookup: Lookup = gather_rows,
         targets_per_token: jax.Array | None = None,
-    ) -> jax.Array:
-        """What the head reads, [B, S, D].  `deepstack[j]`, as `visual` of `place`, is added after layer j."""
+        embedded_ahead: Sequence[jax.Array] = (),
+    ) -> tuple[jax.Array, ...]:
+        """What the head reads, [B, S, D] each: of the decoder, and of each depth of multi-token prediction.
+
+        Args:
+          deepstack: `deepstack[j]`, as `visual` of `place`, is added after layer j.
+          embedded_ahead: for each depth, what `embed` gives for the tokens that it sees; () for the decoder alone.
+        """
         x_BSD = self.enter(x_BSD, dropout_keys_B2)
         layers_input = (x_BSD, positions_B3S, segment_ids_BS, deepstack, visual_index_BS, dropout_keys_B2, lookup)
-        return self.leave(self.run_layers(*layers_input, targets_per_token))
+        states_BSD = self.final_norm(self.run_layers(*layers_input, targets_per_token))
+        if not embedded_ahead:
+            return (self.whole(states_BSD),)
+        ahead = self.states_ahead(
+            of_depths(nnx.split(self.mtp)[1], self.num_depths),
+            self.layers_ahead(nnx.split(self.layers)[1]),
+            states_BSD,
+            embedded_ahead,
+            (
+                self.angles(positions_B3S),
+                self.row_segments(segment_ids_BS),
+                dropout_keys_B2,
+                self.step_tokens(segment_ids_BS, targets_per_token),
+            ),
+        )
+        return tuple(map(self.whole, (states_BSD, *ahead)))
+
+    def layers_ahead(self, layers: Any) -> list[Any]:
+        """Of the parameters of `layers`, in turn and not in an order of stages, those of each depth's layer."""
+        # the last ones of each stack that they are in
+        kept = {name: layers[name] for name in layers if name not in FEED_FORWARDS or name == self._feed_forward_ahead}
+        return [jax.tree.map(lambda a, i=i: a[i], kept) for i in range(-self.num_depths, 0)]
+
+    @property
+    def _feed_forward_ahead(self) -> str:
+        return "moe" if self.has_experts[-1] else "mlp"
+
+    def states_ahead(
+        self,
+        depths: Sequence[Any],
+        layers: Sequence[Any],
+        states_BSD: jax.Array,
+        embedded_ahead: Sequence[jax.Array],
+        layer_inputs: tuple,
+    ) -> list[jax.Array]:
+        """The states of each depth after its final norm, [B, S, D] each; all are laid out as the residual stream.
+
+        Args:
+          depths: for each depth the parameters of `mtp`.
+          layers: those of the decoder layer of each depth, perhaps `ShardedWeight`s.
+          states_BSD: of the decoder, after its final norm.
+          embedded_ahead: as of `states`.
+          layer_inputs: what a layer reads beside them: angles, segments, dropout keys, tokens.
+        """
+        depth_graph = nnx.graphdef(self.mtp)
+        layer_graph = nnx.graphdef(self.only(self._feed_forward_ahead))
+        angles_BSR, segments, dropout_keys_B2, tokens = layer_inputs
+
+        def states_of(number, parameters, states_BSD, embedded_BSD):
+            depth_parameters, layer_parameters = whole(parameters)
+            depth, layer = nnx.merge(depth_graph, depth_parameters), nnx.merge(layer_graph, layer_parameters)
+            x_BSD = checkpoint_name(depth.enter(embedded_BSD, states_BSD), LAYER_INPUT)
+            x_BSD = layer(x_BSD, angles_BSR, segments, number, dropout_keys_B2, tokens)
+            return depth.final_norm(x_BSD)
+
+        ahead = []
+        for number, (depth, layer, embedded_BSD) in enumerate(
+            zip(depths, layers, embedded_ahead, strict=True), self.config.num_layers
+        ):
+            of_depth = self.policies.checkpoint(
+                functools.partial(states_of, number), is_recomputed=self.recomputes_mtp
+            )
+            states_BSD = of_depth((depth, layer), states_BSD, embedded_BSD)
+            ahead.append(states_BSD)
+        return ahead
 
     def run_layers(
         self,
@@ -237,11 +318,11 @@ class Decoder(nnx.Module):
 
     def _runs(self) -> Iterator[tuple[Any, int, Segments]]:
         """Layers with the same feed-forward in a row: their stack, the number of the first one, their segments."""
-        if len(set(self.has_experts)) == 1:
+        if len(set(self.has_experts)) == 1 and not self.num_depths:
             yield self.layers, 0, self.segments
             return
         first, used = 0, {"mlp": 0, "moe": 0}
-        for has_experts, run in itertools.groupby(self.has_experts):
+        for has_experts, run in itertools.groupby(self.has_experts[: self.config.num_layers]):
             count, name = len(list(run)), "moe" if has_experts else "mlp"
             graph, parameters = nnx.split(self.only(name))
             of_name = parameters.pop(name)
@@ -297,11 +378,20 @@ class Decoder(nnx.Module):
     def head(self) -> jax.Array:
         return self.embedding_VD[...] if self.tied else self.head_VD[...]
 
-    def loss(self, hidden_BSD: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`cross_entropy` of the next tokens."""
-        return cross_entropy(
-            hidden_BSD, self.head(), targets_BS, vocab_size=self.config.vocab_size, placement=self.placement
-        )
+    def loss(self, states: Sequence[jax.Array], batch: Batch) -> Losses:
+        """`cross_entropy` of the next tokens, and of those further on that each depth predicts.
+
+        Args:
+          states: as the method of this name gives them.
+          batch: has the targets, and where there are depths their weights.
+        """
+        found = []
+        for hidden_BSD, (targets_BS, weight) in zip(states, targets_and_weights(batch, self.num_depths), strict=True):
+            loss, z = cross_entropy(
+                hidden_BSD, self.head(), targets_BS, vocab_size=self.config.vocab_size, placement=self.placement
+            )
+            found.append((loss if weight is None else weight * loss, z))
+        return Losses.joined(found)
 
     def score(self, hidden_BSD: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`score_tokens` of the next tokens."""

@@ -40,14 +40,18 @@ def ones(shape: tuple[int, ...], axes: Axes) -> nnx.Param:
 
 
 def stack(
-    make_layer: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array, order: tuple[int, ...] | None = None
+    make_layer: Callable[[nnx.Rngs], nnx.Module],
+    keys: jax.Array,
+    order: tuple[int, ...] | None = None,
+    name: str | None = "layers",
 ) -> Any:
-    """One module whose every parameter has a leading dimension of layers, named "layers".
+    """One module whose every parameter has a leading dimension of layers.
 
     Args:
       keys: random keys [layers], as `layer_keys` gives them.
       order: the layer in each place of that dimension, -1 for a place that no layer uses; by default all in turn.  A
         layer's initial values don't depend on its place.
+      name: of that dimension.
     """
 
     def state_of(key):
@@ -57,7 +61,7 @@ def stack(
     stacked = nnx.merge(graph, jax.vmap(state_of)(_in_order(keys, order)))
     for _, parameter in nnx.iter_graph(stacked):
         if isinstance(parameter, nnx.Param):
-            axes = ("layers", *parameter.get_metadata("axes"))
+            axes = (name, *parameter.get_metadata("axes"))
             parameter.set_metadata(axes=axes, num_layers=len(keys), layer_order=order)
     return stacked
 

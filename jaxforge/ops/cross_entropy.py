@@ -4,7 +4,8 @@ The head is a [V, D] table whose rows may be sharded and are padded past the tru
 before any maximum or sum, so they never enter the loss and their gradient is 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,34 @@ IGNORE = -100
 MASKED = -1e30
 # Tokens scored at a time, so that evaluation never holds [tokens, vocabulary] in fp32.
 SCORE_CHUNK = 1024
+
+
+class Losses(NamedTuple):
+    """fp32 sums over the target tokens of a microbatch, or of more.
+
+    Attributes:
+      loss: cross-entropy of the next token.
+      z: squared log-sum-exp.
+      mtp_J: for each depth of multi-token prediction, its cross-entropy times its weight.
+    """
+
+    loss: jax.Array
+    z: jax.Array
+    mtp_J: jax.Array
+
+    @classmethod
+    def zeros(cls, num_depths: int) -> "Losses":
+        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros(num_depths, jnp.float32))
+
+    @classmethod
+    def joined(cls, found: Sequence[tuple[jax.Array, jax.Array]]) -> "Losses":
+        """Of (cross-entropy, squared log-sum-exp) of the next token and of each depth."""
+        (loss, z), *ahead = found
+        return cls(loss, z, jnp.stack([loss for loss, _ in ahead]) if ahead else jnp.zeros(0, jnp.float32))
+
+    def objective(self, z_loss_coefficient: float) -> jax.Array:
+        """What gradients are taken of."""
+        return self.loss + z_loss_coefficient * self.z + jnp.sum(self.mtp_J)
 
 
 def cross_entropy(

@@ -1,8 +1,11 @@
 """The decoder in the pieces that the phases of a step call."""
 
+import functools
+
 from flax import nnx
 
 from jaxforge.models.decoder import Decoder
+from jaxforge.models.multi_token import seen
 from jaxforge.ops.embedding import embed, table_rows
 from jaxforge.parallel.pipeline.pieces import Parts
 
@@ -12,7 +15,8 @@ def decoder_parts(decoder: Decoder) -> Parts:
     placement = decoder.placement
     layer_graphs = {name: nnx.graphdef(decoder.only(name)) for name in ("mlp", "moe") if hasattr(decoder.layers, name)}
     ends_graph = nnx.graphdef(_without(decoder, "layers"))
-    layers_graph = nnx.graphdef(_without(decoder, "embedding_VD", "final_norm", "head_VD"))
+    layers_graph = nnx.graphdef(_without(decoder, "embedding_VD", "final_norm", "head_VD", "mtp"))
+    norm_graph = nnx.graphdef(decoder.final_norm)
 
     def enter(ends, visual, microbatch):
         merged = nnx.merge(ends_graph, ends)
@@ -45,9 +49,8 @@ def decoder_parts(decoder: Decoder) -> Parts:
     def add_feature(visual, x_BSD, microbatch, number):
         return x_BSD + decoder.place(visual["features"][number], microbatch["visual_index"], table_rows)
 
-    def leave(ends, x_BSD, microbatch):
-        merged = nnx.merge(ends_graph, ends)
-        return merged.loss(merged.leave(x_BSD), microbatch["targets"])
+    def leave(ends, states, microbatch):
+        return nnx.merge(ends_graph, ends).loss([decoder.whole(states_BSD) for states_BSD in states], microbatch)
 
     def score(ends, x_BSD, microbatch):
         merged = nnx.merge(ends_graph, ends)
@@ -63,11 +66,25 @@ def decoder_parts(decoder: Decoder) -> Parts:
         return decoder.enter(filled_BSD, microbatch.get("dropout_keys"))
 
     def normed(ends, x_BSD):
-        return nnx.merge(ends_graph, ends).final_norm(x_BSD)
+        return nnx.merge(norm_graph, ends["final_norm"])(x_BSD)
 
-    head = decoder.head_path.split("/")[-1]
     return Parts(
-        enter, shared, layer, layers, add_feature, leave, score, look_up, fill, normed, head, decoder.fused_loss
+        enter=enter,
+        shared=shared,
+        layer=layer,
+        layers=layers,
+        add_feature=add_feature,
+        leave=leave,
+        score=score,
+        look_up=look_up,
+        fill=fill,
+        normed=normed,
+        ahead=decoder.states_ahead,
+        seen_ahead=functools.partial(seen, num_depths=decoder.num_depths),
+        layers_ahead=decoder.layers_ahead,
+        num_depths=decoder.num_depths,
+        head=decoder.head_path.split("/")[-1],
+        fused=decoder.fused_loss,
     )
 
 

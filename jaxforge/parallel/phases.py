@@ -16,6 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, STAGE, large_axes
 from jaxforge.data.rows import PATCH_KEYS
+from jaxforge.models.multi_token import of_depths
+from jaxforge.ops.cross_entropy import Losses
 from jaxforge.ops.sharded_weight import differentiable, whole
 from jaxforge.optim.paths import join
 from jaxforge.parallel.data import DataSharding
@@ -39,7 +41,8 @@ class Phases:
       encoder: the encoder's phase, or None for a language model.
       count: patch and text arrays of this rank's rows -> counts to be summed over data parallel ranks; of these,
         "images" differ between stages where these encode different ones.
-      with_counts: (text arrays, trainable parameters, global counts) -> text arrays with what layers need of them.
+      with_counts: (text arrays, trainable parameters, global counts) -> text arrays with what layers and loss need of
+        them.
       per_target: (gradients, global counts) -> gradients of the mean loss.
       z_loss_coefficient: weight of the squared log-sum-exp.
     """
@@ -80,8 +83,8 @@ class Phases:
         sums = {"decoder": decoder} if decoder else {}
         if self.encoder and encoder.trainable:
             sums = sums | self.encoder.backward(*encoder, patches, found.visual)
-        loss, z = self._sum((found.loss, found.z), (STAGE, *DATA_AXES))
-        return self.per_target(self.sharding.reduced(sums), counts), {"loss": loss, "z": z} | counts
+        losses = self._sum(found.losses, (STAGE, *DATA_AXES))
+        return self.per_target(self.sharding.reduced(sums), counts), losses._asdict() | counts
 
     def _scores(self, parameters: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, jax.Array]:
         parameters = self.sharding.frozen(parameters)
@@ -114,23 +117,32 @@ class Phases:
                 "layers": join(trained["layers"], layers.frozen), "ends": whole(join(trained["ends"], ends.frozen))
             }
 
-        def last(parameters, microbatch):
-            return self._last(parameters["layers"], parameters["ends"], parameters["visual"], microbatch)
+        def states_of(parameters, microbatch):
+            return self._states(parameters["layers"], parameters["ends"], parameters["visual"], microbatch)
 
         def loss_of(parameters, microbatch):
-            return self.parts.leave(parameters["ends"], last(parameters, microbatch), microbatch)
-
-        def hidden_of(parameters, microbatch):
-            return self.parts.normed(parameters["ends"], last(parameters, microbatch))
+            return self.parts.leave(parameters["ends"], states_of(parameters, microbatch), microbatch)
 
         loss: PlainLoss | FusedLoss = PlainLoss(loss_of, self.z_loss_coefficient)
         if self.parts.fused is not None:
-            loss = FusedLoss(hidden_of, self.parts.fused, ("ends", self.parts.head))
+            loss = FusedLoss(states_of, self.parts.fused, ("ends", self.parts.head))
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), differentiable(trained))
         zeros = zeros | {"visual": no_gradient(visual)}
-        gradients, losses = step_sums(loss, trained, parameters_of, batch, zeros)
-        return Gradients(**gradients, loss=losses[0], z=losses[1])
+        no_losses = Losses.zeros(self.parts.num_depths)
+        gradients, losses = step_sums(loss, trained, parameters_of, batch, (zeros, no_losses))
+        return Gradients(**gradients, losses=losses)
+
+    def _states(self, layers: Tree, ends: Tree, visual: Tree, microbatch: Tree) -> list[jax.Array]:
+        """The states that the head reads: the decoder's, and those of each depth of multi-token prediction."""
+        parts = self.parts
+        states_BSD = parts.normed(ends, self._last(layers, ends, visual, microbatch))
+        if not parts.num_depths:
+            return [states_BSD]
+        embedded = [parts.fill(parts.look_up(ends, one, 0), visual, one) for one in parts.seen_ahead(microbatch)]
+        shared = parts.shared(microbatch)
+        depths = of_depths(ends["mtp"], parts.num_depths)
+        return [states_BSD, *parts.ahead(depths, parts.layers_ahead(layers), states_BSD, embedded, shared)]
 
     def _last(self, layers: Tree, ends: Tree, visual: Tree, microbatch: Tree) -> jax.Array:
         """What the last layer gives."""

@@ -31,7 +31,7 @@ from jaxforge.config.part_flops import window_patches
 from jaxforge.config.schema import Config
 from jaxforge.memory.layer_costs import KeptArray, kept_arrays
 from jaxforge.memory.policy import SHARDED_DIM
-from jaxforge.memory.recompute import recompute_segments
+from jaxforge.memory.recompute import recompute_segments, recomputes_mtp_layers
 from jaxforge.models import VisionLanguageModel
 from jaxforge.models.layer_order import FEED_FORWARDS
 from jaxforge.models.parameters import segments_between
@@ -196,7 +196,9 @@ def _layers_at_once(config: Config, part: str, microbatches: int) -> dict[str, t
     stages = pipeline_layout(config) if part == "decoder" else None
     if stages is not None:
         for kind, slots in unit_slots(schedule_of(stages, microbatches), stage_units(config, stages)).items():
-            kept, recomputed = (0, slots.num_slots) if kind.is_recomputed else (slots.num_slots, 0)
+            # MTP layers are kept or recomputed one by one
+            num_units = slots.num_slots * (kind.num_layers if kind.is_ahead else 1)
+            kept, recomputed = (0, num_units) if kind.is_recomputed else (num_units, 0)
             add(kind.feed_forward, kept, recomputed)
         return found
     group, _ = recompute_group(config, part)
@@ -209,6 +211,9 @@ def _layers_at_once(config: Config, part: str, microbatches: int) -> dict[str, t
             kept, recomputed = (0, count // unit) if unit else (count, 0)
             add("moe" if has else "mlp", kept, recomputed)
         first = last
+    if part == "decoder" and (num_mtp := config.model.decoder.mtp_num_layers):
+        kept, recomputed = (0, num_mtp) if recomputes_mtp_layers(config.memory) else (num_mtp, 0)
+        add("moe" if has_experts[-1] else "mlp", kept, recomputed)
     return found
 
 

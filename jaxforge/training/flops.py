@@ -10,6 +10,7 @@ Counted are the matrix products that the mathematics needs, 2 FLOPs per multiply
                                                                 experts that a token goes to and of the shared ones,
                                                                 and 2 D E, with E experts, the router's
     head, per token               2 D V
+    multi-token prediction, per layer and token: that of a layer, of the head, and 4 D^2 for what joins its inputs
     encoder, per patch            2 C E                         patch embedding
     encoder layer, per patch      8 E H K                       projections
                                   4 H K A                       attention to A patches
@@ -33,9 +34,8 @@ import dataclasses
 from jaxforge.config.derived import patches_per_full_image
 from jaxforge.config.lora_rules import has_adapters
 from jaxforge.config.part_flops import (
-    decoder_layers_flops,
+    decoder_flops,
     encoder_flops,
-    head_flops,
     projector_flops,
     window_patches,
 )
@@ -75,8 +75,7 @@ def model_flops_per_step(config: Config) -> int:
 def forward_flops_per_row(config: Config) -> RowFlops:
     """The formulas of the module docstring, for one row."""
     model, tokens = config.model, config.train.seq_length
-    per_token = decoder_layers_flops(model.decoder, tokens) + head_flops(model.decoder)
-    decoder = tokens * per_token
+    decoder = tokens * decoder_flops(model.decoder, tokens)
     if model.encoder is None:
         return RowFlops(encoder=0, projector=0, decoder=decoder)
     patches = config.data.max_patches_per_row

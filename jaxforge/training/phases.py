@@ -1,6 +1,7 @@
 """From a config to the phases of its step."""
 
 import dataclasses
+import functools
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -18,7 +19,7 @@ from jaxforge.parallel.pipeline.engine import Pipeline
 from jaxforge.parallel.pipeline.schedule import make_schedule
 from jaxforge.parallel.pipeline.vocabulary import Vocabulary
 from jaxforge.parallel.stage_sums import is_cpu
-from jaxforge.training.step import count_tokens, per_target, with_targets_per_token
+from jaxforge.training.step import DepthLosses, count_tokens, per_target, with_counts
 
 
 def divided_axes(config: Config) -> tuple[str, ...]:
@@ -40,7 +41,7 @@ def is_summed_over_stages(config: Config, path: str) -> bool:
 
 
 def make_phases(
-    config: Config, model: VisionLanguageModel, mesh: Mesh, sharding: DataSharding
+    config: Config, model: VisionLanguageModel, mesh: Mesh, sharding: DataSharding, depths: DepthLosses
 ) -> Phases | None:
     """The phases of a config's step; None where it needs none.  `model` is abstract."""
     layout, divided = pipeline_layout(config), divided_axes(config)
@@ -76,8 +77,8 @@ def make_phases(
         parts=parts,
         pipeline=pipeline if layout is not None else None,
         encoder=_encoder_phase(config, model, mesh, divided) if model.has_encoder else None,
-        count=count_tokens,
-        with_counts=with_targets_per_token,
+        count=functools.partial(count_tokens, depths=depths),
+        with_counts=functools.partial(with_counts, depths=depths),
         per_target=per_target,
         z_loss_coefficient=z_loss_coefficient,
     )

@@ -22,7 +22,7 @@ from jaxforge.config.schema import Config, MemoryConfig
 from jaxforge.data.batches import batch_sharding
 from jaxforge.memory.offload import compiler_options
 from jaxforge.memory.policy import layer_policies
-from jaxforge.memory.recompute import recompute_segments
+from jaxforge.memory.recompute import recompute_segments, recomputes_mtp_layers
 from jaxforge.models import VisionLanguageModel
 from jaxforge.models.lora import add_adapters, is_adapter, trained_patterns
 from jaxforge.models.moe import ExpertsRun, is_router_state, is_statistics
@@ -51,7 +51,7 @@ from jaxforge.training.activation_costs import (
 from jaxforge.training.backends import attention_backend, compute_dtype, make_experts_run, make_fused_loss
 from jaxforge.training.phases import divided_axes, is_summed_over_stages, make_phases
 from jaxforge.training.router_state import next_router, router_metrics
-from jaxforge.training.step import apply_gradients, cast, make_gradients, make_scoring
+from jaxforge.training.step import DepthLosses, apply_gradients, cast, make_gradients, make_scoring
 
 Tree = Any
 
@@ -141,6 +141,7 @@ def make_model(
         encoder_segments=recompute_segments(model.encoder, model.encoder.num_layers) if model.encoder else None,
         fused_loss=fused_loss,
         experts=experts,
+        recomputes_mtp=recomputes_mtp_layers(config.memory),
         **by_part,
     )
     add_adapters(made, config.lora, rngs)
@@ -253,15 +254,16 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def score_of(parameters, microbatch):
         return nnx.merge(graph, parameters).score(microbatch)
 
-    def hidden_of(parameters, microbatch):
-        return nnx.merge(graph, parameters).hidden(microbatch)
+    def states_of(parameters, microbatch):
+        return nnx.merge(graph, parameters).states(microbatch)
 
-    phases = make_phases(config, model, mesh, sharding)
+    depths = DepthLosses(config.model.decoder.mtp_num_layers, config.loss.mtp_loss_scaling_factor)
+    phases = make_phases(config, model, mesh, sharding, depths)
     if phases is None:
         loss: PlainLoss | FusedLoss = PlainLoss(loss_of, config.loss.z_loss_coefficient)
         if fused_loss is not None:
-            loss = FusedLoss(hidden_of, fused_loss, tuple(model.decoder.head_path.split("/")))
-        gradients_of = make_gradients(loss, mesh, sharding)
+            loss = FusedLoss(states_of, fused_loss, tuple(model.decoder.head_path.split("/")))
+        gradients_of = make_gradients(loss, mesh, sharding, depths)
         scores_of = make_scoring(score_of, mesh, sharding)
     else:
         gradients_of, scores_of = phases.gradients, phases.scores
@@ -284,7 +286,7 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         grads, sums = gradients(state["trainable"], state["frozen"], state.get("router", {}), batch)
         statistics, grads = split(grads, is_statistics)
         learning_rate = optimizer.learning_rate(state["optimizer"])
-        next_state, metrics = apply_gradients(optimizer, state, grads, sums)
+        next_state, metrics = apply_gradients(optimizer, state, grads, sums, depths)
         if statistics:
             router = next_router(config.moe, state["router"], statistics, state["trainable"], metrics["is_finite"])
             next_state = next_state | {"router": router}

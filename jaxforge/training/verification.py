@@ -41,7 +41,7 @@ def compare_export(folder: str | Path, arrays: ArrayReader, model: ModelConfig, 
     @jax.jit
     def logits(parameters):
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), statistics)
-        return nnx.merge(graph, join(parameters, zeros)).logits(batch)
+        return nnx.merge(graph, join(parameters, zeros)).all_logits(batch)
 
     def logits_of(reader: ArrayReader) -> np.ndarray:
         # one model at a time on the device

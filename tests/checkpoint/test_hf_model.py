@@ -411,27 +411,6 @@ def test_a_bfloat16_export_with_biases_verifies(tmp_path):
     assert "equal those of the weights in bfloat16" in found
 
 
-def with_another_layer(tensors):
-    """Those of the last layer again, one layer later, and what multi-token prediction has besides."""
-    later = {name.replace("layers.2.", "layers.3."): value for name, value in tensors.items() if ".layers.2." in name}
-    return tensors | later | {"model.layers.3.eh_proj.weight": np.ones((40, 80), np.float32)}
-
-
-def test_multi_token_prediction_is_left_out_with_a_warning_where_the_file_says_there_is_some(tmp_path, caplog):
-    says = lambda config: config | {"num_nextn_predict_layers": 1}  # noqa: E731
-    folder = changed(tmp_path / "hf", "deepseek_v3", with_another_layer, says)
-    export(tmp_path / "out", opened(folder), model_of(folder), source=folder, dtype="float32")
-    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "tensors of 1 layer(s) of multi-token prediction, which isn't built, are left out" in record.getMessage()
-    assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(DEEPSEEK))
-    assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
-    silent = changed(tmp_path / "silent", "deepseek_v3", with_another_layer)
-    assert "unexpected: model.layers.3." in refusal(silent)
-    # one layer is said, two are there
-    two = lambda tensors: with_another_layer(tensors) | {"model.layers.4.x": np.ones(1, np.float32)}  # noqa: E731
-    assert "unexpected: model.layers.4.x" in refusal(changed(tmp_path / "two", "deepseek_v3", two, says))
-
-
 def test_a_folder_lacks_all_experts_of_a_layer_or_none(tmp_path):
     one = "model.layers.2.mlp.experts.3.up_proj.weight"
     folder = changed(tmp_path / "hf", "qwen3_moe", without(one))

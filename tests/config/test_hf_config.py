@@ -42,6 +42,10 @@ def model_of(config_json: dict):
     return architecture_of(config_json, "config.json").model
 
 
+def with_mtp(model: ModelConfig, number: int) -> ModelConfig:
+    return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, mtp_num_layers=number))
+
+
 def refusal(config_json: dict) -> str:
     with pytest.raises(ConfigError) as error:
         architecture_of(config_json, "config.json")
@@ -216,7 +220,8 @@ def test_layers_with_experts_are_those_that_deepseeks_class_makes():
     four = dict(num_hidden_layers=4)
     assert layers_of(with_text("deepseek_v3", **four, first_k_dense_replace=0)) is None
     assert layers_of(with_text("deepseek_v3", **four)) == (0, 0, 0, 1)
-    assert layers_of(with_text("deepseek_v3", **four, first_k_dense_replace=1, moe_layer_freq=2)) == (0, 0, 1, 0)
+    every_second = dict(first_k_dense_replace=1, moe_layer_freq=2, num_nextn_predict_layers=0)
+    assert layers_of(with_text("deepseek_v3", **four, **every_second)) == (0, 0, 1, 0)
 
 
 def test_layers_with_experts_survive_export():
@@ -290,16 +295,43 @@ def test_yarn_grows_by_both_of_its_numbers_or_by_its_own_rule():
     assert "has one of mscale and mscale_all_dim; give both, or neither" in one
 
 
-def test_multi_token_prediction_is_counted_and_not_exported():
+@pytest.mark.parametrize("name", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_for_multi_token_prediction_are_read_and_written(name):
     base = published("deepseek_v3")
-    assert architecture_of(base, "config.json").num_unread_layers == 1
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        without = {key: value for key, value in base.items() if key != "num_nextn_predict_layers"}
-        assert architecture_of(without, "config.json").num_unread_layers == 0
-        assert architecture_of(without | {name: 2}, "config.json").num_unread_layers == 2
-        written = config_json_of(model_of(base), "deepseek_v3", without | {name: 2})
-        # its class has one by default
-        assert written[name] == written["num_nextn_predict_layers"] == 0
+    assert model_of(base).decoder.mtp_num_layers == 1
+    del base["num_nextn_predict_layers"]
+    assert model_of(base).decoder.mtp_num_layers == 0
+    assert model_of(base | {name: 2}).decoder.mtp_num_layers == 2
+    for number in (0, 1, 3):
+        model = with_mtp(model_of(base), number)
+        written = config_json_of(model, "deepseek_v3", base | {name: 2})
+        # in any case under the released name: its class has one by default
+        assert written[name] == written["num_nextn_predict_layers"] == number
+        assert model_of(written) == model
+        assert config_json_of(model, "deepseek_v3")["num_nextn_predict_layers"] == number
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "deepseek_v3"])
+def test_other_families_have_no_layers_for_multi_token_prediction(name):
+    model = with_mtp(model_of(published(name)), 2)
+    message = (
+        f"the {FAMILIES[name]} family can't express this model: model.decoder.mtp_num_layers is 2, and only deepseek_v3"
+        " has layers for multi-token prediction; train with 0, or without exports"
+    )
+    for base in (None, published(name)):
+        with pytest.raises(ConfigError) as error:
+            config_json_of(model, FAMILIES[name], base)
+        assert str(error.value) == message
+
+
+def test_layers_for_multi_token_prediction_must_be_like_the_last_decoder_layer():
+    # of five layers, 2 and 4 have experts
+    fields = dict(num_hidden_layers=4, first_k_dense_replace=1, moe_layer_freq=2)
+    message = refusal(with_text("deepseek_v3", **fields))
+    assert "num_nextn_predict_layers=1: by first_k_dense_replace=1 and moe_layer_freq=2 such a layer" in message
+    assert "set num_nextn_predict_layers to 0 there" in message
+    # the first three are dense, and the fourth isn't
+    assert "such a layer has experts" in refusal(with_text("deepseek_v3", num_hidden_layers=3))
 
 
 def test_settings_of_a_training_stay_as_they_are():
@@ -439,7 +471,7 @@ def test_the_config_json_of_a_model_file_has_the_published_fields(name):
         return fields | (config.get("text_config") or {}) | vision
 
     written, expected = architecture(config_json_of(model, FAMILIES[name])), architecture(PUBLISHED[name])
-    # multi-token prediction isn't exported
+    # the model's files have no multi-token prediction
     other = {"model_type", "vision.model_type", "rope_scaling", "num_nextn_predict_layers"}
     shared = written.keys() & expected.keys() - other
     assert {key: written[key] for key in shared} == {key: expected[key] for key in shared}

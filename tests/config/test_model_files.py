@@ -23,8 +23,8 @@ PUBLISHED_PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_vl_30b_a3b": 31_070_754_032,
-    # without multi-token prediction; its paper says 671 B
-    "deepseek_v3": 671_026_419_200,
+    # without the copies of embedding and head that its layer for multi-token prediction is published with
+    "deepseek_v3": 684_489_845_504 - 2 * 129_280 * 7_168,
 }
 
 
@@ -46,10 +46,13 @@ def _decoder_parameters(d):
     attention = _latent_attention_parameters(d) if d.multi_latent_attention else _attention_parameters(d)
     inner = d.num_experts * d.moe_ffn_hidden_size + (d.moe_shared_expert_intermediate_size or 0) if d.num_experts else 0
     experts = 3 * width * inner + (d.num_experts or 0) * (width + d.moe_router_enable_expert_bias)
-    with_experts = sum(d.moe_layer_freq or d.num_layers * (1,)) if d.num_experts else 0
-    feed_forwards = with_experts * experts + (d.num_layers - with_experts) * 3 * width * d.ffn_hidden_size
+    # a layer for multi-token prediction, like the last one; two norms, a projection of both inputs and a final norm
+    frequency = (d.moe_layer_freq or d.num_layers * (1,)) if d.num_experts else d.num_layers * (0,)
+    num_layers, with_experts = d.num_layers + d.mtp_num_layers, sum(frequency) + d.mtp_num_layers * frequency[-1]
+    feed_forwards = with_experts * experts + (num_layers - with_experts) * 3 * width * d.ffn_hidden_size
     embeddings = (1 + d.untie_embeddings_and_output_weights) * d.vocab_size * width
-    return d.num_layers * (attention + 2 * width) + feed_forwards + embeddings + width
+    ahead = d.mtp_num_layers * (2 * width * width + 3 * width)
+    return num_layers * (attention + 2 * width) + feed_forwards + ahead + embeddings + width
 
 
 def _encoder_parameters(e, out_width):

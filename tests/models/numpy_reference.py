@@ -98,15 +98,43 @@ def decoder_hidden(row, p, config, visual=None, features=()):
         x[is_visual] = visual[row["visual_index"][is_visual]]
     angles = decoder_angles(row["positions"], config)
     for number in range(config.num_layers):
-        layer = layer_of(p["layers"], number)
-        x = x + attention(
-            norm(x, layer["attention_norm"], config.norm_epsilon), layer["attention"], angles,
-            lambda s, t: t <= s and segments[s] == segments[t] != 0, config.norm_epsilon,
-        )  # fmt: skip
-        x = x + mlp(norm(x, layer["mlp_norm"], config.norm_epsilon), layer["mlp"], "silu")
+        x = decoder_layer(x, layer_of(p["layers"], number), angles, segments, config)
         if number < len(features):
             x[is_visual] += features[number][row["visual_index"][is_visual]]
     return norm(x, p["final_norm"], config.norm_epsilon)
+
+
+def decoder_layer(x, layer, angles, segments, config):
+    x = x + attention(
+        norm(x, layer["attention_norm"], config.norm_epsilon), layer["attention"], angles,
+        lambda s, t: t <= s and segments[s] == segments[t] != 0, config.norm_epsilon,
+    )  # fmt: skip
+    return x + mlp(norm(x, layer["mlp_norm"], config.norm_epsilon), layer["mlp"], "silu")
+
+
+def states_ahead(row, p, config, states, visual=None):
+    """For each depth of multi-token prediction the states [S, D], and the targets [S] that they predict.
+
+    `states` are those of `decoder_hidden`.  Past the end of a document an embedding is 0 and a target -100.
+    """
+    segments, length = row["segment_ids"], len(row["segment_ids"])
+    angles, found = decoder_angles(row["positions"], config), []
+    for depth in range(1, config.mtp_num_layers + 1):
+        own = layer_of(p["mtp"], depth - 1)
+        embedded, targets = np.zeros(states.shape), np.full(length, -100)
+        for s in range(length - depth):
+            if segments[s] == segments[s + depth] != 0:
+                embedded[s] = p["embedding_VD"][row["tokens"][s + depth]]
+                if visual is not None and row["visual_index"][s + depth] >= 0:
+                    embedded[s] = visual[row["visual_index"][s + depth]]
+                targets[s] = row["targets"][s + depth]
+        of_embedding, of_states = own["projection_2DE"]
+        x = norm(embedded, own["embedding_norm"], config.norm_epsilon) @ of_embedding
+        x = x + norm(states, own["states_norm"], config.norm_epsilon) @ of_states
+        layer = layer_of(p["layers"], config.num_layers + depth - 1)
+        states = norm(decoder_layer(x, layer, angles, segments, config), own["final_norm"], config.norm_epsilon)
+        found.append((states, targets))
+    return found
 
 
 def learned_positions(table, position, grid):
@@ -162,15 +190,20 @@ def merge_squares(x, p, config, norm_after):
 
 def hidden(row, p, model):
     """What the head of the whole model reads, [S, D]."""
+    return decoder_hidden(row, p["decoder"], model.decoder, *visual_tokens(row, p, model))
+
+
+def visual_tokens(row, p, model):
+    """Visual tokens [N, D] and those of each of DeepStack's features; None and () without an encoder."""
     if model.encoder is None:
-        return decoder_hidden(row, p["decoder"], model.decoder)
+        return None, ()
     outputs = encoder_features(row, p["encoder"], model.encoder)
     visual = merge_squares(outputs[-1], p["projector"]["merger"], model.projector, norm_after=False)
     features = [
         merge_squares(outputs[layer], layer_of(p["projector"]["deepstack"], j), model.projector, norm_after=True)
         for j, layer in enumerate(model.encoder.deepstack_visual_indexes)
     ]
-    return decoder_hidden(row, p["decoder"], model.decoder, visual, features)
+    return visual, features
 
 
 def logits(row, p, model):

@@ -55,8 +55,8 @@ def _objective(config: Config, experts: ExpertsRun | None):
     @jax.jit
     @jax.value_and_grad
     def objective(parameters, rows, num_targets):
-        loss, z = nnx.merge(graph, parameters).loss(rows)
-        return (loss + config.loss.z_loss_coefficient * z) / num_targets
+        losses = nnx.merge(graph, parameters).loss(rows)
+        return losses.objective(config.loss.z_loss_coefficient) / num_targets
 
     return objective
 
@@ -67,7 +67,8 @@ def num_targets(rows: dict[str, np.ndarray]) -> int:
 
 def loss_of(config: Config, sums: dict) -> float:
     """The same loss, from the sums that a program gives."""
-    return (float(sums["loss"]) + config.loss.z_loss_coefficient * float(sums["z"])) / int(sums["target_tokens"])
+    total = float(sums["loss"]) + config.loss.z_loss_coefficient * float(sums["z"]) + float(np.sum(sums["mtp_J"]))
+    return total / int(sums["target_tokens"])
 
 
 def deviation(loss: float, gradients: dict, expected_loss: float, expected: dict) -> Deviation:

@@ -1,4 +1,7 @@
-"""What scripts/make_parity_fixtures.py stored: models, documents, and what `transformers` makes of them."""
+"""What scripts/make_parity_fixtures.py stored: models, documents, and what `transformers` makes of them.
+
+The model with layers for multi-token prediction is from scripts/make_multi_token_fixture.py.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +16,7 @@ from safetensors.numpy import load_file
 from jaxforge.checkpoint.hf import load_parameters, read_architecture
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.config.model_schema import EncoderConfig, ModelConfig
-from jaxforge.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
+from jaxforge.config.schema import Config, DataConfig, LossConfig, ParallelConfig, TrainConfig
 from jaxforge.data import Document, Patches, RowFormat, pack_row
 from jaxforge.data.patches import patch_positions, patch_windows, stack_frames
 from jaxforge.models.moe import is_statistics
@@ -35,7 +38,10 @@ FAMILIES = {
     "qwen3_vl_moe": "qwen3_vl_moe",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v3_tied": "deepseek_v3",
+    "deepseek_v3_mtp": "deepseek_v3",
 }
+# By which the gradients stored for multi-token prediction have the mean of its losses.
+MTP_WEIGHT = 0.6
 # Two rows of two documents; each row has padding at its end, of tokens and of patches.
 ROWS = ((0, 1), (2, 3))
 SEQ_LENGTH, MAX_PATCHES = 124, 188
@@ -67,6 +73,7 @@ def run_config(model: ModelConfig, tensor: int) -> Config:
         model=model,
         parallel=ParallelConfig(tensor_model_parallel_size=tensor),
         train=TrainConfig(seq_length=SEQ_LENGTH, compute_dtype="float32"),
+        loss=LossConfig(mtp_loss_scaling_factor=MTP_WEIGHT),
         data=DataConfig(max_patches_per_row=MAX_PATCHES if model.encoder is not None else None),
     )
 

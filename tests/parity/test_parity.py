@@ -1,13 +1,15 @@
 """Imported models give the numbers of `transformers`: logits, loss and gradients, on one device and on two.
 
-scripts/make_parity_fixtures.py made the models and the numbers, one document at a time; here the documents are packed,
-two to a row.  JAXFORGE_PARITY_TABLE=FILE writes the largest differences as a markdown table (see docs/parity.md).
+The scripts that reference.py names made the models and the numbers, one document at a time; here the documents are
+packed, two to a row.  Of multi-token prediction, logits and losses of every depth are compared too.
+JAXFORGE_PARITY_TABLE=FILE writes the largest differences as a markdown table (see docs/parity.md).
 """
 
 import dataclasses
 import functools
 import itertools
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from flax import nnx
 from reference import (
     FAMILIES,
     FIXTURES,
+    MTP_WEIGHT,
     by_token,
     expected_gradients,
     imported,
@@ -44,12 +47,14 @@ from jaxforge.training.program import make_model
 # Both sides are fp32.  Logits are of order 1 to 5 and pass some hundred operations; the loss is of order 6, its last
 # digit 5e-7; a gradient is compared with the largest entry of its tensor.
 LOGIT_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 1e-6, 1e-4
+# Biases that experts are chosen by, and what has its gradient under another name.
+WITHOUT_GRADIENT = re.compile(r".*\.e_score_correction_bias|.*\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
 TABLE_PATH = os.environ.get("JAXFORGE_PARITY_TABLE")
 LAYOUTS = (1, 2)  # decoder tensor parallel sizes; the encoder's is 1
 
 # Compiled in ten seconds each; the decoders, and one of each encoder, are left for make test-fast.
 SLOW = {
-    ("qwen2_5_vl", 1), ("qwen3_vl", 1), ("qwen3_vl_moe", 1), ("deepseek_v3_tied", 1),
+    ("qwen2_5_vl", 1), ("qwen3_vl", 1), ("qwen3_vl_moe", 1), ("deepseek_v3_tied", 1), ("deepseek_v3_mtp", 1),
     *itertools.product(("qwen2_5_vl_tied", "qwen3_vl_tied"), LAYOUTS),
 }  # fmt: skip
 
@@ -89,11 +94,13 @@ def difference(name: str, tensor: int) -> Difference:
     rows, expected = packed_rows(name, config), stored(name, "expected")
     batch = jax.device_put(microbatches(rows, 1), program.batch_sharding)
     gradients, sums = program.gradients(parameters, batch)
-    loss = float(sums["loss"]) / int(sums["target_tokens"])
-    logits_TV = by_token(logits(name, tensor, rows), rows)
+    expected_losses = np.array([expected["loss"], *expected.get("loss_ahead", ())])
+    expected_logits = np.stack([expected["logits"], *expected.get("logits_ahead", ())])
+    # NaN where a document has no token as far ahead
+    of_logits = np.abs(logits(name, tensor, rows) - expected_logits)[~np.isnan(expected_logits)]
     return Difference(
-        logits=float(np.abs(logits_TV - expected["logits"]).max()),
-        loss=float(abs(loss / expected["loss"] - 1)),
+        logits=float(of_logits.max()),
+        loss=float(np.abs(losses(sums) / expected_losses - 1).max()),
         gradients=gradient_differences(name, join(gradients, zeros_of(program, is_bias)), config.model),
     )
 
@@ -102,15 +109,21 @@ def is_bias(path: str) -> bool:
     return is_router_state(path) and not is_statistics(path)
 
 
+def losses(sums) -> np.ndarray:
+    """The mean over the targets of the next token, and of those of each depth of multi-token prediction."""
+    ahead_J = np.asarray(sums["mtp_J"])
+    return np.array([sums["loss"], *(ahead_J * len(ahead_J) / MTP_WEIGHT)]) / int(sums["target_tokens"])
+
+
 def logits(name: str, tensor: int, rows) -> np.ndarray:
-    """[rows, S, V] of the imported model, laid out as in the train step."""
+    """[1 + depths, tokens, V] of the imported model, laid out as in the train step."""
     config, program, parameters = imported(name, tensor)
     experts = make_experts_run(config, program.mesh, "cpu")
     placements = {"encoder": encoder_placement(), "decoder": decoder_placement(config.parallel.sequence_parallel)}
     make = functools.partial(make_model, config, "xla", placements=placements, experts=experts)
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    logits_of = on_tensor_group(lambda parameters, rows: nnx.merge(graph, parameters).logits(rows), tensor, 1)
-    return np.asarray(logits_of(parameters, rows))
+    logits_of = on_tensor_group(lambda parameters, rows: nnx.merge(graph, parameters).all_logits(rows), tensor, 1)
+    return np.stack([by_token(logits_BSV, rows) for logits_BSV in np.asarray(logits_of(parameters, rows))])
 
 
 def gradient_differences(name: str, gradients, model) -> dict[str, float]:
@@ -119,8 +132,7 @@ def gradient_differences(name: str, gradients, model) -> dict[str, float]:
         folder = Path(parent) / "gradients"
         export(folder, DeviceArrays(gradients, "float32"), model, source=FIXTURES / name, dtype="float32")
         found = tensors_in(folder)
-    # biases that experts are chosen by have no gradients
-    found = {key: value for key, value in found.items() if not key.endswith("e_score_correction_bias")}
+    found = {key: value for key, value in found.items() if not WITHOUT_GRADIENT.fullmatch(key)}
     expected = expected_gradients(name)
     assert found.keys() == expected.keys()
     return {key: float(np.abs(found[key] - value).max() / np.abs(value).max()) for key, value in expected.items()}

@@ -84,7 +84,7 @@ def test_the_first_loss_is_that_of_the_given_weights(full):
     config = resolve(config_with())
     rows = [SyntheticSource(config).row(index) for index in range(config.train.global_batch_size)]
     batch = {key: jnp.asarray(np.stack([row[key] for row in rows])) for key in rows[0]}
-    loss_sum, _ = model_function(config, "loss")(load_parameters(LLAMA, config.model), batch)
+    loss_sum = model_function(config, "loss")(load_parameters(LLAMA, config.model), batch).loss
     expected = float(loss_sum) / int((np.asarray(batch["targets"]) >= 0).sum())
     assert losses(full[0])[1] == pytest.approx(expected, rel=1e-6)
 

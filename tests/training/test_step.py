@@ -19,6 +19,7 @@ from tiny_models import (
 
 from jaxforge.cluster.mesh import build_mesh, mesh_layout
 from jaxforge.config.schema import OptimizerConfig
+from jaxforge.ops.cross_entropy import Losses
 from jaxforge.optim import make_optimizer
 from jaxforge.parallel.data import data_sharding
 from jaxforge.parallel.microbatch_loss import PlainLoss
@@ -284,7 +285,7 @@ def test_a_thousand_small_updates_move_the_master_of_a_bf16_weight():  # F72
 
     def loss_of(parameters, microbatch):
         seen.append(parameters["w"].dtype)
-        return parameters["w"].astype(jnp.float32).sum() * microbatch["tokens"].size, jnp.zeros(())
+        return Losses.zeros(0)._replace(loss=parameters["w"].astype(jnp.float32).sum() * microbatch["tokens"].size)
 
     batch = {name: np.ones((1, 1, 4), np.int32) for name in ("tokens", "targets", "segment_ids")}
     mesh = build_mesh(mesh_layout(1), jax.devices()[:1])

@@ -1,6 +1,6 @@
-"""DeepSeek-V3: latent attention, and experts with a selection bias beside a shared one."""
+"""DeepSeek-V3: latent attention, experts with a selection bias beside shared ones, and multi-token prediction."""
 
-from jaxforge.checkpoint.hf import experts, llama
+from jaxforge.checkpoint.hf import experts, llama, multi_token
 from jaxforge.checkpoint.hf.tensors import Linear, RotaryLinear, Tensor, Vector
 from jaxforge.config.model_schema import DecoderConfig, ModelConfig
 
@@ -18,6 +18,7 @@ def tensors(model: ModelConfig, prefixes: dict[str, str], layout: str = PUBLISHE
         # published in fp32 beside weights of bfloat16, which would round away what a step adds
         Vector(f"{there}gate.e_score_correction_bias", f"{here}expert_bias_E", layers=layers, dtype="float32"),
         *llama.feed_forward(f"{there}shared_experts.", f"{here}shared/", layers),
+        *multi_token.tensors(model, prefixes),
     ]
 
 

@@ -1,7 +1,7 @@
 """Mixtures of experts: how the families store a router and its experts."""
 
 from jaxforge.checkpoint.hf.tensors import AllExperts, Expert, Linear, Tensor
-from jaxforge.config.derived import layer_has_experts
+from jaxforge.config.derived import stacked_layer_has_experts
 from jaxforge.config.model_schema import DecoderConfig
 
 # A tensor for each expert, as most families are published; or all experts in one, as Qwen3-VL is published, and as
@@ -12,8 +12,8 @@ _GATE, _UP, _DOWN = "gate_EDF", "up_EDF", "down_EFD"
 
 
 def layers_with_experts(decoder: DecoderConfig) -> tuple[int, ...]:
-    """Their numbers among all layers."""
-    return tuple(number for number, has_experts in enumerate(layer_has_experts(decoder)) if has_experts)
+    """Their numbers among all layers, those for multi-token prediction among them."""
+    return tuple(number for number, has_experts in enumerate(stacked_layer_has_experts(decoder)) if has_experts)
 
 
 def tensors(decoder: DecoderConfig, there: str, here: str, layout: str) -> list[Tensor]:

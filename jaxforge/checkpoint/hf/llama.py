@@ -1,7 +1,7 @@
 """Llama 3: the decoder's map, which the Qwen families extend."""
 
 from jaxforge.checkpoint.hf.tensors import Linear, Tensor, Vector, Vocabulary
-from jaxforge.config.derived import layer_has_experts
+from jaxforge.config.derived import stacked_layer_has_experts
 from jaxforge.config.model_schema import ModelConfig
 
 PREFIXES = ({"decoder": "model."},)
@@ -23,7 +23,8 @@ def around_attention(model: ModelConfig, prefixes: dict[str, str]) -> list[Tenso
     there, here = prefixes["decoder"], "decoder/"
     layer, ours = f"{there}layers.{{}}.", f"{here}layers/"
     rows = model.decoder.vocab_size
-    dense = tuple(number for number, has_experts in enumerate(layer_has_experts(model.decoder)) if not has_experts)
+    has_experts = stacked_layer_has_experts(model.decoder)
+    dense = tuple(number for number, has in enumerate(has_experts) if not has)
     found: list[Tensor] = [
         Vocabulary(f"{there}embed_tokens.weight", f"{here}embedding_VD", num_rows=rows),
         Vector(f"{layer}input_layernorm.weight", f"{ours}attention_norm/scale"),

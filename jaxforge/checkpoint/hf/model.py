@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from jaxforge.checkpoint.hf import (
     deepseek_v3,
     experts,
     llama,
+    multi_token,
     qwen2,
     qwen2_5_vl,
     qwen3,
@@ -30,7 +31,15 @@ from jaxforge.checkpoint.hf.folder import SHARD_BYTES, TensorFolder, write_tenso
 from jaxforge.checkpoint.hf.tensors import Expert, Tensor
 from jaxforge.checkpoint.new_folder import new_folder
 from jaxforge.config.errors import ConfigError
-from jaxforge.config.hf_config import config_json_of, differences, family_of, read_architecture, read_config_json
+from jaxforge.config.hf_config import (
+    config_json_of,
+    differences,
+    family_of,
+    read_architecture,
+    read_by,
+    read_config_json,
+)
+from jaxforge.config.hf_experts import MTP_LAYERS, WITH_MTP
 from jaxforge.config.model_schema import ModelConfig
 
 Tree = Any
@@ -67,7 +76,7 @@ class HFArrays:
 
     Args:
       model: what the weights are for; the folder's own architecture must be the same, but for sizes where patterns
-        allow tensors to differ.
+        allow tensors to differ.  Layers for multi-token prediction are left out, with a warning, where it has none.
       allow_missing: patterns on tensor names that the folder may lack, or have in another shape.
       allow_unexpected: patterns on tensor names of the folder that nothing reads.
 
@@ -87,9 +96,11 @@ class HFArrays:
     ):
         architecture = read_architecture(folder)
         self.family = architecture.family
-        lines = differences(model, architecture.model)
+        self._theirs = architecture.model.decoder
+        lines = differences(model, read_by(model, architecture.model))
         if allow_missing or allow_unexpected:
-            lines = [line for line in lines if line.split()[0].rpartition(".")[2] not in _SHOWN_BY_TENSORS]
+            shown = _SHOWN_BY_TENSORS + (("mtp_num_layers",) if self.family in WITH_MTP else ())
+            lines = [line for line in lines if line.split()[0].rpartition(".")[2] not in shown]
         if lines:
             raise ConfigError(
                 f"the model of the config isn't that of {folder}: {'; '.join(lines)}.  Take the folder's own with"
@@ -102,13 +113,9 @@ class HFArrays:
         tensors = _map_of(self.family, model, self.shapes, self._folder.shapes, experts.LAYOUTS)
         self._tensors: dict[str, list[Tensor]] = {}
         for tensor in tensors:
-            for path in tensor.paths:
+            for path in () if tensor.is_copy else tensor.paths:
                 self._tensors.setdefault(path, []).append(tensor)
-        unread = tuple(
-            f"*.layers.{architecture.model.decoder.num_layers + number}.*"
-            for number in range(architecture.num_unread_layers)
-        )
-        self.absent = self._check(tensors, model, allow_missing, allow_unexpected, unread)
+        self.absent = self._check(tensors, model, allow_missing, allow_unexpected)
 
     def has(self, path: str, layer: int | None) -> bool:
         # of parts either all are absent, or none
@@ -138,24 +145,17 @@ class HFArrays:
         model: ModelConfig,
         allow_missing: Sequence[str],
         allow_unexpected: Sequence[str],
-        unread: Sequence[str],
     ) -> set[str]:
-        """Raises where the folder isn't the model's; the names of what is allowed to be absent and is.
-
-        Args:
-          unread: patterns of what is left out with a warning.
-        """
+        """Raises where the folder isn't the model's; the names of what is allowed to be absent and is."""
         there = self._folder.shapes
-        wanted = {name: tensor.hf_shape(shapes) for name, tensor, shapes in pieces(tensors, self.shapes)}
+        known = {name: (tensor, shapes) for name, tensor, shapes in pieces(tensors, self.shapes)}
+        wanted = {name: tensor.hf_shape(shapes) for name, (tensor, shapes) in known.items() if not tensor.is_copy}
         missing = [name for name in wanted if name not in there]
         mismatched = [name for name, shape in wanted.items() if name in there and there[name] != shape]
-        left_out = [name for name in there if name not in wanted and _matches(name, unread)]
-        if left_out:
-            _log.warning(
-                "%s: %d tensors of %d layer(s) of multi-token prediction, which isn't built, are left out (%s, ...)",
-                self._folder.path, len(left_out), len(unread), left_out[0],
-            )  # fmt: skip
-        unexpected = [name for name in there if name not in wanted and not _matches(name, (*_COMPUTED, *unread))]
+        unread = self._leave_out_mtp(known) if not model.decoder.mtp_num_layers else set()
+        unexpected = [
+            name for name in there if name not in known and name not in unread and not _matches(name, _COMPUTED)
+        ]
         is_tied = not model.decoder.untie_embeddings_and_output_weights
         if is_tied and _HEAD in unexpected and not _matches(_HEAD, allow_unexpected):
             unexpected.remove(_HEAD)
@@ -163,6 +163,7 @@ class HFArrays:
         absent = {name for name in missing + mismatched if _matches(name, allow_missing)}
         partly = _of_incomplete_pieces(tensors, self.shapes, absent)
         absent -= partly
+        self._refuse_if_without_mtp(wanted, [name for name in missing if name not in absent], model)
         problems = [
             *(
                 f"missing: {name} {list(wanted[name])}"
@@ -193,6 +194,29 @@ class HFArrays:
                 if not any(_matches(name, (pattern,)) for name in names):
                     raise ConfigError(f"checkpoint.{field} has {pattern!r}, which matches no such tensor; remove it")
         return absent
+
+    def _leave_out_mtp(self, known: Collection[str]) -> set[str]:
+        """The folder's tensors of layers for multi-token prediction, which the model has none of; warns of them."""
+        patterns = multi_token.patterns(self._theirs)
+        found = [name for name in self._folder.shapes if name not in known and _matches(name, patterns)]
+        if found:
+            _log.warning(
+                "%s: %d tensors of %d layer(s) for multi-token prediction are left out (%s, ...);"
+                " model.decoder.mtp_num_layers=%d keeps them",
+                self._folder.path, len(found), len(patterns), found[0], len(patterns),
+            )  # fmt: skip
+        return set(found)
+
+    def _refuse_if_without_mtp(self, wanted: Collection[str], missing: Collection[str], model: ModelConfig) -> None:
+        """transformers saves folders whose config.json promises layers that it never made."""
+        promised = self._theirs.mtp_num_layers
+        of_mtp = [name for name in wanted if _matches(name, multi_token.patterns(model.decoder))]
+        if promised and of_mtp and set(of_mtp) <= set(missing):
+            raise ConfigError(
+                f"{self._folder.path}: its config.json has {MTP_LAYERS[0]}={promised}, but no tensor of these layers is"
+                f" there ({of_mtp[0]}, ...); leave them out with model.decoder.mtp_num_layers=0, or with"
+                f" {MTP_LAYERS[0]}=0 in that config.json (for jaxforge.convert)"
+            )
 
     def _check_tied_head(self, embedding: str) -> None:
         """Some tools save a tied head too; then it must be the embedding."""

@@ -21,12 +21,14 @@ class Tensor:
     Attributes:
       layers: the number that each layer of the stack has there; None where it is the same.
       dtype: what it is stored in there, whatever the others are; None is as the others.
+      is_copy: whether another tensor there has the same numbers and they are read from that one; this one is written.
     """
 
     name: str
     path: str
     layers: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
     dtype: str | None = dataclasses.field(default=None, kw_only=True)
+    is_copy: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def paths(self) -> tuple[str, ...]:

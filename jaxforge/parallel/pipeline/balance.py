@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.model_schema import DecoderConfig
-from jaxforge.config.part_flops import decoder_layers_flops, head_flops
+from jaxforge.config.part_flops import decoder_layers_flops, head_flops, mtp_projection_flops
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.layout_string import FIELD
 
@@ -46,7 +46,7 @@ def flop_costs(decoder: DecoderConfig, seq_length: int, first_stage_flops: float
     return StageCosts(
         embedding=first_stage_flops / (seq_length * layer),
         loss=head / layer,
-        mtp_layer=1 + (head + 4 * decoder.hidden_size**2) / layer,
+        mtp_layer=1 + (head + mtp_projection_flops(decoder)) / layer,
     )
 
 

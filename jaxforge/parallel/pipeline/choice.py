@@ -9,14 +9,14 @@ import numpy as np
 
 from jaxforge.config.derived import (
     BALANCED,
-    layer_has_experts,
     pipeline_layers_are_uneven,
+    stacked_layer_has_experts,
     vocabulary_is_over_stages,
 )
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.memory_rules import decisions_inside_of_recomputed_layers
 from jaxforge.config.schema import Config
-from jaxforge.memory.recompute import recompute_segments
+from jaxforge.memory.recompute import recompute_segments, recomputes_mtp_layers
 from jaxforge.models.decoder import VOCABULARY_TABLES
 from jaxforge.models.layer_order import LayerOrder, is_in_stacks
 from jaxforge.optim.paths import parameter_paths
@@ -34,22 +34,22 @@ def pipeline_layout(config: Config) -> PipelineLayout | None:
     Raises:
       ConfigError: where the layers can't be placed as asked, with a layout that places them.
     """
-    parallel, num_layers = config.parallel, config.model.decoder.num_layers
+    parallel, decoder = config.parallel, config.model.decoder
+    num_layers, num_mtp = decoder.num_layers, decoder.mtp_num_layers
     size = parallel.pipeline_model_parallel_size
     if size == 1:
         return None
     if parallel.pipeline_model_parallel_layout == BALANCED:
-        costs = flop_costs(config.model.decoder, config.train.seq_length)
+        costs = flop_costs(decoder, config.train.seq_length)
         if vocabulary_is_over_stages(config):  # all stages share the loss
             costs = dataclasses.replace(costs, loss=0.0)
-        return balanced_layout(num_layers, size, parallel.virtual_pipeline_model_parallel_size or 1, costs)
+        return balanced_layout(num_layers, size, parallel.virtual_pipeline_model_parallel_size or 1, costs, num_mtp)
     if parallel.pipeline_model_parallel_layout is not None:
-        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, 0, size)
+        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, num_mtp, size)
     if pipeline_layers_are_uneven(config):
-        return uneven_layout(
-            num_layers, size, parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-        )
-    return uniform_layout(num_layers, size, parallel.num_layers_per_virtual_pipeline_stage)
+        outer = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        return uneven_layout(num_layers, size, *outer, num_mtp)
+    return uniform_layout(num_layers, size, parallel.num_layers_per_virtual_pipeline_stage, num_mtp)
 
 
 def layer_order(config: Config) -> LayerOrder | None:
@@ -60,7 +60,7 @@ def layer_order(config: Config) -> LayerOrder | None:
     layout = pipeline_layout(config)
     if layout is None:
         return None
-    stacks = _layers_of_stacks(layer_has_experts(config.model.decoder))
+    stacks = _layers_of_stacks(stacked_layer_has_experts(config.model.decoder))
     orders = (layout.places(has)[0] for has in stacks.values())
     return LayerOrder(*(tuple(order.reshape(-1).tolist()) for order in orders))
 
@@ -107,7 +107,7 @@ def stage_units(config: Config, layout: PipelineLayout) -> list[tuple[Unit, ...]
             " most that"
         )
     num_features = len(encoder.deepstack_visual_indexes) if encoder else 0
-    feed_forwards = tuple("moe" if has else "mlp" for has in layer_has_experts(config.model.decoder))
+    feed_forwards = tuple("moe" if has else "mlp" for has in stacked_layer_has_experts(config.model.decoder))
     units = [
         chunk_units(
             feed_forwards[stage.first_layer : stage.first_layer + stage.num_layers],
@@ -115,9 +115,18 @@ def stage_units(config: Config, layout: PipelineLayout) -> list[tuple[Unit, ...]
             recompute=recompute_segments(config.memory, stage.num_layers) if stage.num_layers else (),
             num_features=num_features,
         )
+        + _units_ahead(config, stage.num_mtp_layers, feed_forwards[-1])
         for stage in layout.stages
     ]
     if all(unit.is_recomputed for of_stage in units for unit in of_stage):
         for message in decisions_inside_of_recomputed_layers(config, "decoder"):
             raise ConfigError(message)
     return units
+
+
+def _units_ahead(config: Config, num_mtp_layers: int, feed_forward: str) -> tuple[Unit, ...]:
+    """The unit of a stage that holds the MTP layers."""
+    if not num_mtp_layers:
+        return ()
+    is_recomputed = recomputes_mtp_layers(config.memory)
+    return (Unit(num_mtp_layers, is_recomputed, feed_forward=feed_forward, is_ahead=True),)

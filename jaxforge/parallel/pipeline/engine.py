@@ -23,12 +23,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxforge.cluster.mesh import STAGE
 from jaxforge.config.activations import LAYER_INPUT
 from jaxforge.memory.policy import Policies
+from jaxforge.ops.cross_entropy import Losses
 from jaxforge.ops.sharded_weight import differentiable, gathered, reduced
 from jaxforge.optim.paths import join
 from jaxforge.parallel.pipeline.buffers import unit_slots
 from jaxforge.parallel.pipeline.choice import first_places
 from jaxforge.parallel.pipeline.layout import PipelineLayout
-from jaxforge.parallel.pipeline.pieces import Gradients, Kind, Parts, Place, Unit, Weights, no_gradient, take
+from jaxforge.parallel.pipeline.pieces import (
+    Flow,
+    Gradients,
+    Kind,
+    Parts,
+    Place,
+    Unit,
+    Weights,
+    no_gradient,
+    take,
+    weights_ahead,
+)
 from jaxforge.parallel.pipeline.residuals import Residuals
 from jaxforge.parallel.pipeline.schedule import Schedule
 from jaxforge.parallel.pipeline.ticks import Ticks
@@ -42,7 +54,7 @@ class Pipeline:
 
     Args:
       units_by_stage: the units of every stage.
-      has_experts: of each layer of the decoder, whether it has; () where none has.
+      has_experts: of each layer of the decoder's stack, whether it has; () where none has.
       policies: what units keep of their activations, and where.
       z_loss_coefficient: weight of the squared log-sum-exp in the gradients.
       vocabulary: where embedding and head lie over the stages, and all stages share their work; None where the first
@@ -68,7 +80,9 @@ class Pipeline:
         makeup_S = np.array([self.makeups.index(units) for units in units_by_stage], np.int32)
         self.makeup_RV = makeup_S.reshape(shape).T
         self.first_layer_RV = np.array([s.first_layer for s in layout.stages], np.int32).reshape(shape).T
-        self.first_places_RV = first_places(layout, has_experts or (False,) * layout.num_layers)
+        self.first_places_RV = first_places(layout, has_experts or (False,) * (layout.num_layers + parts.num_depths))
+        # the states of multi-token prediction go along where a later stage has the loss
+        self.sends_ahead = layout.mtp_stage is not None and layout.mtp_stage < layout.num_stages - 1
         self._slots = unit_slots(schedule, units_by_stage)
         self._residuals = {kind: Residuals() for kind in self._slots}
 
@@ -84,17 +98,18 @@ class Pipeline:
         tables = self._tables_of_this_rank()
         x = self._abstract_activation(ends, visual, batch)
         zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
-        scalar = jnp.zeros((), jnp.float32)
+        nothing = Flow(jnp.zeros(x.shape, x.dtype))
+        if self.sends_ahead:
+            nothing = nothing._replace(ahead=jnp.zeros((self.parts.num_depths, *x.shape), x.dtype))
         carry = {
-            "x": jnp.zeros(x.shape, x.dtype),
-            "dx": jnp.zeros(x.shape, x.dtype),
-            "pools": self._empty_pools(layers, x, batch),
+            "flow": nothing,
+            "dflow": nothing,
+            "pools": self._empty_pools(layers, ends, x, batch),
             "sums": Gradients(
                 zeros(differentiable(layers.trainable)),
                 zeros(differentiable(ends.trainable)),
                 no_gradient(visual),
-                scalar,
-                scalar,
+                Losses.zeros(self.parts.num_depths),
             ),
         }
         run = Ticks(self, layers, ends, visual, batch)
@@ -109,8 +124,8 @@ class Pipeline:
         """The forwards alone: this stage's part of the loss sum, and of the predicted tokens [M, B, S] int32."""
         tables = self._tables_of_this_rank()
         x = self._abstract_activation(ends, visual, batch)
-        carry = {
-            "x": jnp.zeros(x.shape, x.dtype),
+        carry: Tree = {
+            "flow": Flow(jnp.zeros(x.shape, x.dtype)),
             "loss": jnp.zeros((), jnp.float32),
             "tokens": jnp.zeros(batch["tokens"].shape, jnp.int32),
         }
@@ -131,15 +146,25 @@ class Pipeline:
         return mine | {name: jnp.asarray(table_T) for name, table_T in self._ends_of_the_pipeline().items()}
 
     def _ends_of_the_pipeline(self) -> dict[str, np.ndarray]:
-        """The microbatch, or -1, that enters the first stage in each tick, leaves the last, is back at the first."""
-        first, last = self.schedule.forward[:, 0], self.schedule.forward[:, -1]
-        back = self.schedule.backward[:, 0]
-        last_chunk = self.layout.virtual_stages - 1
-        return {
-            "entering": np.where(first[:, 1] == 0, first[:, 0], -1),
-            "leaving": np.where(last[:, 1] == last_chunk, last[:, 0], -1),
-            "back": np.where(back[:, 1] == 0, back[:, 0], -1),
+        """The microbatch, or -1, that enters the first stage in each tick, leaves the last, is back at the first.
+
+        Where there is multi-token prediction, also the one that enters its stage, and is back there.
+        """
+
+        def microbatch_at(stage, table):
+            chunk, rank = divmod(stage, self.layout.pipeline_size)
+            of_rank = table[:, rank]
+            return np.where(of_rank[:, 1] == chunk, of_rank[:, 0], -1)
+
+        forward, backward, last = self.schedule.forward, self.schedule.backward, self.layout.num_stages - 1
+        found = {
+            "entering": microbatch_at(0, forward),
+            "leaving": microbatch_at(last, forward),
+            "back": microbatch_at(0, backward),
         }
+        if (stage := self.layout.mtp_stage) is not None:
+            found |= {"entering_ahead": microbatch_at(stage, forward), "back_ahead": microbatch_at(stage, backward)}
+        return found
 
     def _abstract_activation(self, ends: Weights, visual: Tree, batch: Tree) -> jax.ShapeDtypeStruct:
         def enter(ends, visual, microbatch):
@@ -147,21 +172,26 @@ class Pipeline:
 
         return jax.eval_shape(enter, ends, visual, jax.tree.map(lambda a: a[0], batch))  # of any rows
 
-    def _empty_pools(self, layers: Weights, x: jax.ShapeDtypeStruct, batch: Tree) -> Tree:
+    def _empty_pools(self, layers: Weights, ends: Weights, x: jax.ShapeDtypeStruct, batch: Tree) -> Tree:
         """A buffer [slots, ...] for each residual of each kind of unit, in the memory where that lies."""
         pools = {}
         for kind in self._slots:
 
             spaces: list[Any] = []
 
-            def probe(layers, x, microbatch, layer, kind=kind, spaces=spaces):
-                weights = Weights(*(take(tree, Place(0, 0), kind) for tree in layers))
-                kept = self.unit_forward(kind, weights, x, self.parts.shared(microbatch), layer)[1]
+            def probe(layers, ends, x, microbatch, layer, kind=kind, spaces=spaces):
+                shared = self.parts.shared(microbatch)
+                if kind.is_ahead:
+                    weights = weights_ahead(layers, ends, Place(0, 0), kind)
+                    kept = self.ahead_forward(kind, weights, x, [x] * kind.num_layers, shared)[1]
+                else:
+                    weights = Weights(*(take(tree, Place(0, 0), kind) for tree in layers))
+                    kept = self.unit_forward(kind, weights, x, shared, layer)[1]
                 spaces.extend(jax.typeof(array).memory_space for array in kept)
                 return kept
 
             microbatch = jax.tree.map(lambda a: a[0], batch)
-            kept = jax.eval_shape(probe, layers, x, microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+            kept = jax.eval_shape(probe, layers, ends, x, microbatch, jax.ShapeDtypeStruct((), jnp.int32))
             # Filled with different numbers: of equal buffers XLA would make one, and then copies of it.  What is read
             # was written before.
             shapes = [(self._slots[kind].num_slots, *one.shape) for one in kept]
@@ -207,3 +237,31 @@ class Pipeline:
         known = jax.tree.leaves((gathered(weights), shared, layer))
         dweights, dx = self._residuals[kind].rebuild(kept, known)(dy)
         return reduced(weights.trainable, dweights), dx
+
+    def ahead_forward(
+        self, kind: Kind, weights: Weights, x: jax.Array, embedded: Sequence[jax.Array], shared: Tree
+    ) -> tuple[Flow, list[jax.Array]]:
+        """The states of decoder and depths, and the residuals that must be kept.
+
+        Args:
+          weights: as `weights_ahead` gives them.
+          embedded: for each depth the embeddings of the tokens that it sees, [B, S, D].
+        """
+        whole = gathered(weights)
+
+        def apply(trainable, x, embedded):
+            parameters = join(trainable, whole.frozen)
+            states = self.parts.normed(parameters, x)
+            depths, layers = (list(parameters[name].values()) for name in ("mtp", "layers"))
+            return Flow(states, jnp.stack(self.parts.ahead(depths, layers, states, embedded, shared)))
+
+        flow, vjp = jax.vjp(apply, whole.trainable, x, list(embedded))
+        return flow, self._residuals[kind].split(vjp, jax.tree.leaves((whole, shared)))
+
+    def ahead_backward(
+        self, kind: Kind, weights: Weights, kept: list[jax.Array], shared: Tree, dflow: Flow
+    ) -> tuple[Tree, jax.Array, list[jax.Array]]:
+        """Gradients of what trains of the weights, of x, and of the embeddings."""
+        known = jax.tree.leaves((gathered(weights), shared))
+        dweights, dx, dembedded = self._residuals[kind].rebuild(kept, known)(dflow)
+        return reduced(weights.trainable, dweights), dx, dembedded

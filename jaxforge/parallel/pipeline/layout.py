@@ -34,7 +34,8 @@ class PipelineLayout:
 
     The embedding lies in the first stage and the loss in the last.  The layers of a rank fill its slots, chunk by
     chunk: slot j of rank r is row [r, j] of parameters that are stacked [ranks, slots_per_rank, ...].  A rank with
-    fewer layers than the fullest one has unused slots at its end.
+    fewer layers than the fullest one has unused slots at its end.  MTP layers are numbered after the decoder's, and
+    have slots as these have.
 
     Attributes:
       pipeline_size: ranks.
@@ -68,29 +69,38 @@ class PipelineLayout:
         last = self.num_stages - 1
         return tuple(Stage(*count, has_embedding=s == 0, has_loss=s == last) for s, count in enumerate(counts))
 
+    @property
+    def mtp_stage(self) -> int | None:
+        """The number of the stage that holds the MTP layers; None where there are none."""
+        return next((number for number, count in enumerate(self.num_mtp_layers_by_stage) if count), None)
+
     def chunks_of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages of a rank, chunk 0 first."""
         return self.stages[rank :: self.pipeline_size]
 
     def layers_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Decoder layers of a rank in the order of its slots."""
-        chunks = self.chunks_of_rank(rank)
-        return tuple(chunk.first_layer + i for chunk in chunks for i in range(chunk.num_layers))
+        """Layers of a rank in the order of its slots."""
+        return tuple(layer for chunk in self.chunks_of_rank(rank) for layer in self._layers_of_chunk(chunk))
+
+    def _layers_of_chunk(self, chunk: Stage) -> list[int]:
+        """Its decoder layers, then its MTP layers, all of which one stage holds."""
+        own = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+        return [*own, *range(self.num_layers, self.num_layers + chunk.num_mtp_layers)]
 
     @functools.cached_property
     def slots_per_rank(self) -> int:
-        """Decoder layers of the fullest rank."""
+        """Layers of the fullest rank."""
         return max(len(self.layers_of_rank(rank)) for rank in range(self.pipeline_size))
 
     @functools.cached_property
     def chunk_table(self) -> np.ndarray:
-        """First slot and number of layers of each chunk: [ranks, chunks, 2] int32."""
+        """First slot and number of decoder layers of each chunk: [ranks, chunks, 2] int32."""
         num_layers_RV = np.array(self.num_layers_by_stage, np.int32).reshape(self.virtual_stages, self.pipeline_size).T
         return _read_only(np.stack([self.places()[1], num_layers_RV], axis=2))
 
     @functools.cached_property
     def layer_order(self) -> np.ndarray:
-        """The decoder layer in each slot, -1 in an unused one: [ranks, slots_per_rank] int32."""
+        """The layer in each slot, -1 in an unused one: [ranks, slots_per_rank] int32."""
         return _read_only(self.places()[0])
 
     def places(self, has: Sequence[bool] | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -100,13 +110,13 @@ class PipelineLayout:
           What lies in each place, a number among these layers or -1, [ranks, places of the fullest rank] int32; and the
           first place of each chunk, [ranks, chunks] int32.
         """
-        has = [True] * self.num_layers if has is None else has
+        has = [True] * (self.num_layers + sum(self.num_mtp_layers_by_stage)) if has is None else has
         number = np.cumsum(has) - 1
         ranks, first_RV = [], []
         for rank in range(self.pipeline_size):
             chunks = [
-                [int(number[layer]) for layer in range(c.first_layer, c.first_layer + c.num_layers) if has[layer]]
-                for c in self.chunks_of_rank(rank)
+                [int(number[layer]) for layer in self._layers_of_chunk(chunk) if has[layer]]
+                for chunk in self.chunks_of_rank(rank)
             ]
             ranks.append([layer for chunk in chunks for layer in chunk])
             first_RV.append(np.cumsum([0, *map(len, chunks)])[:-1])

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxforge.models.layer_order import FEED_FORWARDS
+from jaxforge.models.multi_token import of_depths
+from jaxforge.ops.cross_entropy import Losses
 from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 
 Tree = Any
+# The ends that multi-token prediction reads, where it has its own.
+AHEAD = ("final_norm", "mtp")
 
 
 class Kind(NamedTuple):
@@ -22,6 +26,7 @@ class Kind(NamedTuple):
     num_layers: int
     is_recomputed: bool
     feed_forward: str
+    is_ahead: bool = False
 
 
 class Unit(NamedTuple):
@@ -32,16 +37,18 @@ class Unit(NamedTuple):
       is_recomputed: whether the backward pass computes the unit again from its input.
       feature: number of the visual feature that is added to the unit's output, or None.
       feed_forward: of its layers, "mlp" or "moe".
+      is_ahead: whether it is the final norm and all layers for multi-token prediction, recomputed one by one if at all.
     """
 
     num_layers: int
     is_recomputed: bool
     feature: int | None = None
     feed_forward: str = "mlp"
+    is_ahead: bool = False
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.num_layers, self.is_recomputed, self.feed_forward)
+        return Kind(self.num_layers, self.is_recomputed, self.feed_forward, self.is_ahead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +61,18 @@ class Parts:
       layer: (layer parameters, with one feed-forward, x, shared, layer number) -> x.
       layers: (stacks, x, visual, microbatch) -> x, all layers in turn with their features; without a pipeline.
       add_feature: (visual, x, microbatch, number of the feature) -> x.
-      leave: (ends, x, microbatch) -> sums of cross-entropy and squared log-sum-exp.
+      normed: (ends, x) -> the states that the head reads, laid out as the residual stream; of the ends it reads the
+        final norm alone.
+      ahead: (depths, layers, states, embeddings of the tokens that each depth sees, shared) -> the states of each depth
+        of multi-token prediction, as `normed` gives them; the first two are for each depth the parameters of its own,
+        of the end "mtp", and of its layer.
+      seen_ahead: microbatch -> for each depth what `look_up` and `fill` read of the tokens that it sees.
+      layers_ahead: stacks of all layers in turn -> `layers` of `ahead`; without a pipeline.
+      num_depths: of multi-token prediction.
+      leave: (ends, states of the decoder and of each depth, microbatch) -> Losses.
       score: (ends, x, microbatch) -> sum of cross-entropy, predicted tokens [B, S] int32.
-      look_up, fill, normed: `enter` and `leave` apart, for a vocabulary that lies over the stages: (ends, microbatch,
-        number of the table's first row) -> embeddings of the tokens that it has; (embeddings, visual, microbatch) -> x;
-        (ends, x) -> what the head reads.
+      look_up, fill: `enter` in two: (ends, microbatch, number of the table's first row) -> embeddings of the tokens
+        that it has; (embeddings, visual, microbatch) -> x.
       head: the name of the head's table among the ends.
       fused: the loss fused with the head, which takes the place of `leave` and `score`; or None.
 
@@ -71,11 +85,15 @@ class Parts:
     layer: Callable[[Tree, jax.Array, Tree, jax.Array], jax.Array]
     layers: Callable[[Tree, jax.Array, Tree, Tree], jax.Array]
     add_feature: Callable[[Tree, jax.Array, Tree, int], jax.Array]
-    leave: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+    leave: Callable[[Tree, Sequence[jax.Array], Tree], Losses]
     score: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
-    look_up: Callable[[Tree, Tree, jax.Array], jax.Array]
+    look_up: Callable[[Tree, Tree, jax.Array | int], jax.Array]
     fill: Callable[[jax.Array, Tree, Tree], jax.Array]
     normed: Callable[[Tree, jax.Array], jax.Array]
+    ahead: Callable[[Sequence[Tree], Sequence[Tree], jax.Array, Sequence[jax.Array], Tree], list[jax.Array]]
+    seen_ahead: Callable[[Tree], list[Tree]]
+    layers_ahead: Callable[[Tree], list[Tree]]
+    num_depths: int
     head: str
     fused: LinearCrossEntropy | None
 
@@ -96,8 +114,7 @@ class Gradients(NamedTuple):
     layers: Tree
     ends: Tree
     visual: Tree
-    loss: jax.Array
-    z: jax.Array
+    losses: Losses
 
 
 def chunk_units(
@@ -131,6 +148,16 @@ def chunk_units(
     return tuple(units)
 
 
+class Flow(NamedTuple):
+    """What goes from stage to stage: [B, S, D] behind a layer or, behind the final norm, the decoder's states.
+
+    `ahead` are the states of each depth of multi-token prediction, [J, B, S, D], or () where none go along.
+    """
+
+    x: jax.Array
+    ahead: Any = ()
+
+
 class Place(NamedTuple):
     """Where the first layer of a unit lies: in stacks of all layers, and of those with its feed-forward."""
 
@@ -155,6 +182,34 @@ def take(tree: Tree, place: Place, kind: Kind) -> Tree:
 
     names = [name for name in tree if name not in FEED_FORWARDS or name == kind.feed_forward]
     return {name: below(tree[name], place.of(name)) for name in names}
+
+
+def weights_ahead(layers: Weights, ends: Weights, place: Place, kind: Kind) -> Weights:
+    """What multi-token prediction computes with: of the ends those of `AHEAD`, and "layers", the layer of each depth.
+
+    `place` is that of the first of these.
+    """
+
+    def of(layers, ends):
+        one, depths = kind._replace(num_layers=1), range(kind.num_layers)
+        found = {name: ends[name] for name in AHEAD if name in ends}
+        # each apart, so that what a backward pass needs of them is recognised as theirs
+        found["mtp"] = dict(zip(map(str, depths), of_depths(ends.get("mtp", {}), len(depths)), strict=True))
+        return found | {"layers": {str(depth): take(layers, place.moved(depth), one) for depth in depths}}
+
+    return Weights(*map(of, layers, ends))
+
+
+def add_ahead(sums: Gradients, more: Tree, place: Place, kind: Kind) -> Gradients:
+    """Adds the gradients of `weights_ahead`."""
+    layers = sums.layers
+    for depth, of_layer in enumerate(more["layers"].values()):
+        layers = add_at(layers, of_layer, place.moved(depth), kind._replace(num_layers=1))
+    depths = list(more["mtp"].values())
+    found = {name: more[name] for name in AHEAD if name in more}
+    found["mtp"] = jax.tree.map(lambda *of_depths: jnp.stack(of_depths), *depths)
+    ends = sums.ends | {name: add(sums.ends[name], tree) for name, tree in found.items() if name in sums.ends}
+    return sums._replace(layers=layers, ends=ends)
 
 
 class UnitRun(NamedTuple):

@@ -2,11 +2,12 @@
 
 In a forward a chunk's units are computed in turn, and their residuals kept; in a backward they are read again.  The
 first stage looks the tokens up, the last computes the loss; where the vocabulary lies over the stages, all do both
-together, in the ticks in which a microbatch enters, leaves, or is back at the first stage.
+together, in the ticks in which a microbatch enters, leaves, or is back at the first stage.  The stage with the layers
+for multi-token prediction looks up the tokens that these see in the same ways.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,10 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxforge.cluster.mesh import STAGE
+from jaxforge.models.multi_token import targets_and_weights
+from jaxforge.ops.cross_entropy import Losses
 from jaxforge.ops.sharded_weight import differentiable, gathered, whole, with_differentiable
 from jaxforge.optim.paths import join
 from jaxforge.parallel.microbatch_loss import add_head_gradient
 from jaxforge.parallel.pipeline.pieces import (
+    Flow,
     Gradients,
     Kind,
     Place,
@@ -25,9 +29,11 @@ from jaxforge.parallel.pipeline.pieces import (
     UnitRun,
     Weights,
     add,
+    add_ahead,
     add_at,
     take,
     unit_runs,
+    weights_ahead,
 )
 
 if TYPE_CHECKING:
@@ -57,58 +63,61 @@ class Ticks:
 
     def forward_only(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
         # the last stage has no forward in these ticks
-        x = self._entered_together(self._moved_on(carry["x"]), row)
-        x, pools, _, _ = self._forward(carry["pools"], carry["sums"], x, row, leaves=False)
-        return carry | {"x": x, "pools": pools}, None
+        flow = self._entered_together(self._moved_on(carry["flow"]), row)
+        flow, pools, _, _ = self._forward(carry["pools"], carry["sums"], flow, row, leaves=False)
+        return carry | {"flow": self._sent(flow), "pools": pools}, None
 
     def both(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
-        x, dx = self._entered_together(self._moved_on(carry["x"]), row), self._moved_back(carry["dx"])
-        x, pools, sums, dlast = self._forward(carry["pools"], carry["sums"], x, row, leaves=self.vocabulary is None)
+        flow, dflow = self._entered_together(self._moved_on(carry["flow"]), row), self._moved_back(carry["dflow"])
+        leaves = self.vocabulary is None
+        flow, pools, sums, dlast = self._forward(carry["pools"], carry["sums"], flow, row, leaves=leaves)
         if self.vocabulary is not None:
-            sums, dlast = self._loss_together(sums, x, row)
-        dx, sums = self._backward(pools, sums, dx, dlast, row)
-        return {"x": x, "dx": dx, "pools": pools, "sums": self._back_together(sums, dx, row)}, None
+            sums, dlast = self._loss_together(sums, flow, row)
+        dflow, sums = self._backward(pools, sums, dflow, dlast, row)
+        sums = self._back_together(sums, dflow.x, row)
+        return {"flow": self._sent(flow), "dflow": self._sent(dflow), "pools": pools, "sums": sums}, None
 
     def backward_only(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
         # nor has it a backward in these
-        dx, sums = self._backward(carry["pools"], carry["sums"], self._moved_back(carry["dx"]), None, row)
-        return carry | {"dx": dx, "sums": self._back_together(sums, dx, row)}, None
+        dflow, sums = self._backward(carry["pools"], carry["sums"], self._moved_back(carry["dflow"]), None, row)
+        return carry | {"dflow": self._sent(dflow), "sums": self._back_together(sums, dflow.x, row)}, None
 
     def score(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
-        x = self._entered_together(self._moved_on(carry["x"]), row)
+        """Layers for multi-token prediction are passed over."""
+        flow = self._entered_together(Flow(self._from_before(carry["flow"].x)), row)
         number, chunk = row["forward"][0], row["forward"][1]
 
-        def compute(x, loss, tokens):
+        def compute(flow, loss, tokens):
             microbatch, stage = self._microbatch(number), self._stage(chunk)
-            x = self._enter(stage, x, microbatch)
+            flow = self._enter(stage, flow, microbatch)
             shared = self.parts.shared(microbatch)
 
-            def of_makeup(units, x):
-                return self._layers_forward(units, x, None, None, chunk, shared, microbatch)[0]
+            def of_makeup(units, flow):
+                return self._layers_forward(units, flow, None, (), None, chunk, shared, microbatch)[0]
 
-            x = self._by_makeup(chunk, of_makeup, x)
+            flow = self._by_makeup(chunk, of_makeup, flow)
             if self.vocabulary is not None:
-                return x, loss, tokens
+                return flow, loss, tokens
 
             def leave(loss, tokens):
-                one, predicted = self.parts.score(self._ends(), x, microbatch)
+                one, predicted = self.parts.score(self._ends(), flow.x, microbatch)
                 return loss + one, lax.dynamic_update_index_in_dim(tokens, predicted, number, 0)
 
             loss, tokens = lax.cond(stage == self.num_stages - 1, leave, lambda *a: a, loss, tokens)
-            return x, loss, tokens
+            return flow, loss, tokens
 
-        x, loss, tokens = lax.cond(number >= 0, compute, lambda *a: a, x, carry["loss"], carry["tokens"])
+        flow, loss, tokens = lax.cond(number >= 0, compute, lambda *a: a, flow, carry["loss"], carry["tokens"])
         if self.vocabulary is not None:
-            loss, tokens = self._score_together(loss, tokens, x, row["leaving"])
-        return {"x": x, "loss": loss, "tokens": tokens}, None
+            loss, tokens = self._score_together(loss, tokens, flow.x, row["leaving"])
+        return {"flow": flow, "loss": loss, "tokens": tokens}, None
 
     # What all stages do together, where the vocabulary lies over them; all take the same branch in a tick.
 
-    def _entered_together(self, x: jax.Array, row: Tree) -> jax.Array:
-        """x, on the first stage what enters it; as it is where the vocabulary is no matter of all stages."""
+    def _entered_together(self, flow: Flow, row: Tree) -> Flow:
+        """The flow, on the first stage what enters it; as it is where the vocabulary is no matter of all stages."""
         vocabulary = self.vocabulary
         if vocabulary is None:
-            return x
+            return flow
 
         def enter(x):
             microbatch = self._microbatch(row["entering"])
@@ -117,33 +126,53 @@ class Ticks:
                 self.rank == 0, lambda x: self.parts.fill(embedded, self.visual, microbatch), lambda x: x, x
             )
 
-        return lax.cond(row["entering"] >= 0, enter, lambda x: x, x)
+        return flow._replace(x=lax.cond(row["entering"] >= 0, enter, lambda x: x, flow.x))
+
+    def _looked_up_together(self, x: jax.Array, row: Tree) -> tuple[jax.Array, ...]:
+        """For each depth of multi-token prediction the embeddings of the tokens that it sees, where all look up.
+
+        They are of the microbatch that enters their stage; () where that stage looks them up alone.
+        """
+        vocabulary, num_depths = self.vocabulary, self.parts.num_depths
+        if vocabulary is None or not num_depths:
+            return ()
+
+        def look_up():
+            ends, seen = self._ends(), self.parts.seen_ahead(self._microbatch(row["entering_ahead"]))
+            return tuple(vocabulary.sum(self._look_up(ends, one)) for one in seen)
+
+        return lax.cond(row["entering_ahead"] >= 0, look_up, lambda: (jnp.zeros_like(x),) * num_depths)
 
     def _look_up(self, ends: Tree, microbatch: Tree) -> jax.Array:
         assert self.vocabulary is not None
         return self.parts.look_up(ends, microbatch, self.vocabulary.first_row(ends["embedding_VD"]))
 
-    def _loss_together(self, sums: Gradients, x: jax.Array, row: Tree) -> tuple[Gradients, jax.Array]:
-        """The loss of the microbatch on the last stage with its gradients; that of x is the last stage's."""
+    def _states(self, variables: Tree, flow: Flow) -> tuple[jax.Array, ...]:
+        """What the head reads, on the last stage: the decoder's states, and those of each depth."""
+        if not self.parts.num_depths:
+            return (self.parts.normed(self._ends(variables), flow.x),)
+        return (flow.x, *(flow.ahead[i] for i in range(self.parts.num_depths)))
+
+    def _loss_together(self, sums: Gradients, flow: Flow, row: Tree) -> tuple[Gradients, Flow]:
+        """The losses of the microbatch on the last stage, with gradients; that of the flow is the last stage's."""
         is_last, vocabulary = self.rank == self.num_ranks - 1, self.vocabulary
         assert vocabulary is not None
 
-        def compute(sums, x):
-            def normed(variables, x):
-                return self.parts.normed(self._ends(variables), x)
+        def of_last(tree):
+            return jax.tree.map(lambda a: jnp.where(is_last, a, 0), tree)
 
-            own_hidden, vjp = jax.vjp(normed, self.variables, x)
-            hidden = vocabulary.sum(jnp.where(is_last, own_hidden, 0))
-            targets = self._microbatch(row["leaving"])["targets"]
-            loss, z, dhidden, ends = self._with_head_gradient(
-                functools.partial(vocabulary.add_loss, z_loss_coefficient=self.pipeline.z), sums.ends, hidden, targets
-            )
-            dends, dx = vjp(jnp.where(is_last, dhidden, 0))
-            # every stage has the sums: one counts them
-            loss, z = jnp.where(is_last, loss, 0), jnp.where(is_last, z, 0)
-            return sums._replace(ends=add(ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
+        def compute(sums, flow):
+            own_states, vjp = jax.vjp(self._states, self.variables, flow)
+            states = [vocabulary.sum(one) for one in of_last(own_states)]
+            losses, dstates, ends = self._with_head_gradient(
+                functools.partial(vocabulary.add_loss, z_loss_coefficient=self.pipeline.z),
+                sums.ends, states, self._microbatch(row["leaving"]),
+            )  # fmt: skip
+            dends, dflow = vjp(of_last(dstates))
+            # every stage has the losses: one counts them
+            return sums._replace(ends=add(ends, dends), losses=add(sums.losses, of_last(losses))), dflow
 
-        return lax.cond(row["leaving"] >= 0, compute, lambda sums, x: (sums, jnp.zeros_like(x)), sums, x)
+        return lax.cond(row["leaving"] >= 0, compute, lambda sums, flow: (sums, zeros_like(flow)), sums, flow)
 
     def _back_together(self, sums: Gradients, dx: jax.Array, row: Tree) -> Gradients:
         """The gradients of embedding and visual tokens, of the microbatch that is back at the first stage."""
@@ -168,6 +197,26 @@ class Ticks:
 
         return lax.cond(row["back"] >= 0, compute, lambda sums, dx: sums, sums, dx)
 
+    def _looked_up_back_together(self, sums: Gradients, dembedded: tuple[jax.Array, ...], row: Tree) -> Gradients:
+        """The gradients of the embeddings that `_looked_up_together` gave, of the microbatch that is back there."""
+        vocabulary = self.vocabulary
+        if vocabulary is None or not self.parts.num_depths:
+            return sums
+
+        def compute(sums, dembedded):
+            seen = self.parts.seen_ahead(self._microbatch(row["back_ahead"]))
+
+            def look_up(variables):
+                ends = self._ends(variables)
+                return tuple(self._look_up(ends, one) for one in seen)
+
+            # those of other ranks are zeros
+            summed = tuple(vocabulary.sum(one) for one in dembedded)
+            [dends] = jax.vjp(look_up, self.variables)[1](summed)
+            return sums._replace(ends=add(sums.ends, dends))
+
+        return lax.cond(row["back_ahead"] >= 0, compute, lambda sums, _: sums, sums, dembedded)
+
     def _score_together(
         self, loss: jax.Array, tokens: jax.Array, x: jax.Array, number: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -185,12 +234,26 @@ class Ticks:
 
         return lax.cond(number >= 0, compute, lambda *a: a, loss, tokens)
 
-    def _moved_on(self, x: jax.Array) -> jax.Array:
+    def _from_before(self, tree: Tree) -> Tree:
         """What the rank before this one has just sent; the last rank's goes to the first, whose next chunk it is."""
-        return lax.ppermute(x, STAGE, [(rank, (rank + 1) % self.num_ranks) for rank in range(self.num_ranks)])
+        return lax.ppermute(tree, STAGE, [(rank, (rank + 1) % self.num_ranks) for rank in range(self.num_ranks)])
 
-    def _moved_back(self, dx: jax.Array) -> jax.Array:
-        return lax.ppermute(dx, STAGE, [(rank, (rank - 1) % self.num_ranks) for rank in range(self.num_ranks)])
+    def _moved_on(self, flow: Flow) -> Flow:
+        return self._with_ahead(self._from_before(flow))
+
+    def _moved_back(self, dflow: Flow) -> Flow:
+        behind = [(rank, (rank - 1) % self.num_ranks) for rank in range(self.num_ranks)]
+        return self._with_ahead(lax.ppermute(dflow, STAGE, behind))
+
+    def _sent(self, flow: Flow) -> Flow:
+        """What goes to the next rank: no states of depths, where the last stage makes them."""
+        return flow if self.pipeline.sends_ahead else Flow(flow.x)
+
+    def _with_ahead(self, flow: Flow) -> Flow:
+        """With room for the states of depths where none were sent."""
+        if self.pipeline.sends_ahead or not self.parts.num_depths:
+            return flow
+        return flow._replace(ahead=jnp.zeros((self.parts.num_depths, *flow.x.shape), flow.x.dtype))
 
     def _microbatch(self, number: jax.Array) -> Tree:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, 0, keepdims=False), self.batch)
@@ -198,12 +261,14 @@ class Ticks:
     def _stage(self, chunk: jax.Array) -> jax.Array:
         return chunk * self.num_ranks + self.rank
 
-    def _enter(self, stage: jax.Array, x: jax.Array, microbatch: Tree) -> jax.Array:
+    def _enter(self, stage: jax.Array, flow: Flow, microbatch: Tree) -> Flow:
         if self.vocabulary is not None:
-            return x  # it has entered already
-        return lax.cond(
-            stage == 0, lambda x: self.parts.enter(self._ends(), self.visual, microbatch), lambda x: x, x
-        )
+            return flow  # it has entered already
+
+        def enter(x):
+            return self.parts.enter(self._ends(), self.visual, microbatch)
+
+        return flow._replace(x=lax.cond(stage == 0, enter, lambda x: x, flow.x))
 
     def _by_makeup(self, chunk: jax.Array, of_makeup: Callable, *operands: Any) -> Any:
         """`of_makeup(units, *operands)` for the units of this rank's chunk; no branch where all chunks are alike."""
@@ -213,63 +278,73 @@ class Ticks:
         return lax.switch(lax.dynamic_index_in_dim(self.makeup_V, chunk, 0, False), branches, *operands)
 
     def _forward(
-        self, pools: Tree, sums: Gradients, x: jax.Array, row: Tree, *, leaves: bool
-    ) -> tuple[jax.Array, Tree, Gradients, jax.Array]:
-        """This tick's forward chunk: x, pools, sums with the loss, and the gradient that the loss gives."""
+        self, pools: Tree, sums: Gradients, flow: Flow, row: Tree, *, leaves: bool
+    ) -> tuple[Flow, Tree, Gradients, Flow]:
+        """This tick's forward chunk: flow, pools, sums with the losses, and the gradient that the losses give."""
         number, chunk = row["forward"][0], row["forward"][1]
+        looked_up = self._looked_up_together(flow.x, row)
 
-        def compute(x, pools, sums):
+        def compute(flow, pools, sums):
             microbatch, stage = self._microbatch(number), self._stage(chunk)
-            x = self._enter(stage, x, microbatch)
+            flow = self._enter(stage, flow, microbatch)
             shared = self.parts.shared(microbatch)
 
-            def of_makeup(units, x, pools):
-                return self._layers_forward(units, x, pools, row["write"], chunk, shared, microbatch)
+            def of_makeup(units, flow, pools):
+                return self._layers_forward(units, flow, pools, looked_up, row["write"], chunk, shared, microbatch)
 
-            x, pools = self._by_makeup(chunk, of_makeup, x, pools)
+            flow, pools = self._by_makeup(chunk, of_makeup, flow, pools)
             if not leaves:
-                return x, pools, sums, jnp.zeros_like(x)
+                return flow, pools, sums, zeros_like(flow)
             is_last = stage == self.num_stages - 1
-            no_loss = lambda sums, x, _: (sums, jnp.zeros_like(x))  # noqa: E731
-            sums, dlast = lax.cond(is_last, self._loss, no_loss, sums, x, microbatch)
-            return x, pools, sums, dlast
+            no_loss = lambda sums, flow, _: (sums, zeros_like(flow))  # noqa: E731
+            sums, dlast = lax.cond(is_last, self._loss, no_loss, sums, flow, microbatch)
+            return flow, pools, sums, dlast
 
-        def skip(x, pools, sums):
-            return x, pools, sums, jnp.zeros_like(x)
+        def skip(flow, pools, sums):
+            return flow, pools, sums, zeros_like(flow)
 
-        return lax.cond(number >= 0, compute, skip, x, pools, sums)
+        return lax.cond(number >= 0, compute, skip, flow, pools, sums)
 
-    def _loss(self, sums: Gradients, x: jax.Array, microbatch: Tree) -> tuple[Gradients, jax.Array]:
-        """Loss of a microbatch with its gradients; on the last stage."""
+    def _loss(self, sums: Gradients, flow: Flow, microbatch: Tree) -> tuple[Gradients, Flow]:
+        """Losses of a microbatch with their gradients; on the last stage."""
         if self.parts.fused is not None:
             add_loss = functools.partial(add_head_gradient, self.parts.fused)
-            hidden, vjp = jax.vjp(lambda variables, x: self.parts.normed(self._ends(variables), x), self.variables, x)
-            loss, z, dhidden, ends = self._with_head_gradient(add_loss, sums.ends, hidden, microbatch["targets"])
-            dends, dx = vjp(dhidden)
-            return sums._replace(ends=add(ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
+            states, vjp = jax.vjp(self._states, self.variables, flow)
+            losses, dstates, ends = self._with_head_gradient(add_loss, sums.ends, states, microbatch)
+            dends, dflow = vjp(dstates)
+            return sums._replace(ends=add(ends, dends), losses=add(sums.losses, losses)), dflow
 
-        def leave(variables, x):
-            return self.parts.leave(self._ends(variables), x, microbatch)
+        def objective(variables, flow):
+            losses = self.parts.leave(self._ends(variables), self._states(variables, flow), microbatch)
+            return losses.objective(self.pipeline.z), losses
 
-        (loss, z), vjp = jax.vjp(leave, self.variables, x)
-        dends, dx = vjp((jnp.ones_like(loss), jnp.full_like(z, self.pipeline.z)))
-        return sums._replace(ends=add(sums.ends, dends), loss=sums.loss + loss, z=sums.z + z), dx
+        (_, losses), (dends, dflow) = jax.value_and_grad(objective, (0, 1), has_aux=True)(self.variables, flow)
+        return sums._replace(ends=add(sums.ends, dends), losses=add(sums.losses, losses)), dflow
 
     def _with_head_gradient(
-        self, add_loss: Callable, sums: Tree, hidden: jax.Array, targets: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Tree]:
-        """(loss, z, gradient of hidden, sums of the ends with the head's), by (hidden, head, targets, table, sum)."""
+        self, add_loss: Callable, sums: Tree, states: Sequence[jax.Array], microbatch: Tree
+    ) -> tuple[Losses, tuple[jax.Array, ...], Tree]:
+        """(losses, gradients of the states, sums of the ends with the head's), by what gives the first two."""
         name = self.parts.head
         table, total = self.ends.trainable.get(name), sums.get(name)
-        loss, z, dhidden, total = add_loss(hidden, self._ends()[name], targets, table, total)
-        return loss, z, dhidden, sums | {name: total} if total is not None else sums
+        targets = targets_and_weights(microbatch, self.parts.num_depths)
+        losses, dstates, total = add_loss(states, self._ends()[name], targets, table, total)
+        return losses, dstates, sums | {name: total} if total is not None else sums
 
     def _layers_forward(
-        self, units: tuple[Unit, ...], x: jax.Array, pools: Tree, write: Tree, chunk: jax.Array, shared: Tree,
-        microbatch: Tree,
-    ) -> tuple[jax.Array, Tree]:  # fmt: skip
-        """The units of a chunk in turn; where there are no pools, nothing is kept."""
+        self, units: tuple[Unit, ...], flow: Flow, pools: Tree, looked_up: tuple[jax.Array, ...], write: Tree,
+        chunk: jax.Array, shared: Tree, microbatch: Tree,
+    ) -> tuple[Flow, Tree]:  # fmt: skip
+        """The units of a chunk in turn; where there are no pools, nothing is kept, and nothing predicted ahead.
+
+        `looked_up` is what `_looked_up_together` gives.
+        """
+        x, ahead = flow
         for run in unit_runs(units):
+            if run.unit.is_ahead:
+                if pools:
+                    (x, ahead), pools = self._ahead_forward(run, x, pools, looked_up, write, chunk, shared, microbatch)
+                continue
             first, layer = self._first(run, chunk), self.first_layer_V[chunk] + run.offset.layer
             kind, size = run.unit.kind, run.unit.num_layers
 
@@ -288,29 +363,77 @@ class Ticks:
             pools = pools | {kind: pool} if pools else None
             if run.unit.feature is not None:
                 x = self.parts.add_feature(self.visual, x, microbatch, run.unit.feature)
-        return x, pools
+        return Flow(x, ahead), pools
+
+    def _ahead_forward(
+        self, run: UnitRun, x: jax.Array, pools: Tree, looked_up: tuple[jax.Array, ...], write: Tree, chunk: jax.Array,
+        shared: Tree, microbatch: Tree,
+    ) -> tuple[Flow, Tree]:  # fmt: skip
+        kind, seen = run.unit.kind, self.parts.seen_ahead(microbatch)
+        if self.vocabulary is None:
+            looked_up = tuple(self.parts.look_up(self._ends(), one, 0) for one in seen)
+        embedded = [self.parts.fill(rows, self.visual, one) for rows, one in zip(looked_up, seen, strict=True)]
+        flow, kept = self.pipeline.ahead_forward(kind, self._weights_ahead(run, chunk), x, embedded, shared)
+        place = write[kind][run.first_of_kind]
+        pool = [lax.dynamic_update_index_in_dim(b, a, place, 0) for b, a in zip(pools[kind], kept, strict=True)]
+        return flow, pools | {kind: pool}
+
+    def _ahead_backward(
+        self, run: UnitRun, dflow: Flow, sums: Gradients, pools: Tree, read: Tree, chunk: jax.Array, shared: Tree,
+        microbatch: Tree,
+    ) -> tuple[jax.Array, Gradients, tuple[jax.Array, ...]]:  # fmt: skip
+        """The gradients of what the unit read, the sums, and gradients of embeddings that all looked up together."""
+        kind, seen = run.unit.kind, self.parts.seen_ahead(microbatch)
+        place = read[kind][run.first_of_kind]
+        kept = [lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False) for buffer in pools[kind]]
+        weights = self._weights_ahead(run, chunk)
+        dweights, dx, dembedded = self.pipeline.ahead_backward(kind, weights, kept, shared, dflow)
+        sums = add_ahead(sums, dweights, self._first(run, chunk), kind)
+
+        def fill(looked_up, visual):
+            return [self.parts.fill(rows, visual, one) for rows, one in zip(looked_up, seen, strict=True)]
+
+        def look_up(variables):
+            return tuple(self.parts.look_up(self._ends(variables), one, 0) for one in seen)
+
+        # linear both, so that any embeddings will do
+        dlooked_up, dvisual = jax.vjp(fill, tuple(map(jnp.zeros_like, dembedded)), self.visual)[1](dembedded)
+        sums = sums._replace(visual=add(sums.visual, dvisual))
+        if self.vocabulary is None:
+            [dends] = jax.vjp(look_up, self.variables)[1](dlooked_up)
+            sums, dlooked_up = sums._replace(ends=add(sums.ends, dends)), ()
+        return dx, sums, dlooked_up
+
+    def _weights_ahead(self, run: UnitRun, chunk: jax.Array) -> Weights:
+        return weights_ahead(self.layers, self.ends, self._first(run, chunk), run.unit.kind)
 
     def _backward(
-        self, pools: Tree, sums: Gradients, dx: jax.Array, dlast: jax.Array | None, row: Tree
-    ) -> tuple[jax.Array, Gradients]:
+        self, pools: Tree, sums: Gradients, dflow: Flow, dlast: Flow | None, row: Tree
+    ) -> tuple[Flow, Gradients]:
         """This tick's backward chunk: the gradient of its input, and the sums with its gradients."""
         number, chunk = row["backward"][0], row["backward"][1]
+        is_together = self.vocabulary is not None and self.parts.num_depths
+        no_lookups = tuple(jnp.zeros_like(dflow.x) for _ in range(self.parts.num_depths)) if is_together else ()
 
-        def compute(dx, sums):
+        def compute(dflow, sums):
             microbatch, stage = self._microbatch(number), self._stage(chunk)
             if dlast is not None:
-                dx = jnp.where(stage == self.num_stages - 1, dlast, dx)
+                is_last = stage == self.num_stages - 1
+                dflow = jax.tree.map(lambda last, dx: jnp.where(is_last, last, dx), dlast, dflow)
             shared = self.parts.shared(microbatch)
 
-            def of_makeup(units, dx, sums):
-                return self._layers_backward(units, dx, sums, pools, row["read"], chunk, shared, microbatch)
+            def of_makeup(units, dflow, sums):
+                return self._layers_backward(
+                    units, dflow, sums, no_lookups, pools, row["read"], chunk, shared, microbatch
+                )
 
-            dx, sums = self._by_makeup(chunk, of_makeup, dx, sums)
+            dflow, sums, dlooked_up = self._by_makeup(chunk, of_makeup, dflow, sums)
             if self.vocabulary is None:
-                sums = lax.cond(stage == 0, self._entered, lambda sums, *_: sums, sums, dx, microbatch)
-            return dx, sums
+                sums = lax.cond(stage == 0, self._entered, lambda sums, *_: sums, sums, dflow.x, microbatch)
+            return dflow, sums, dlooked_up
 
-        return lax.cond(number >= 0, compute, lambda dx, sums: (dx, sums), dx, sums)
+        dflow, sums, dlooked_up = lax.cond(number >= 0, compute, lambda *a: (*a, no_lookups), dflow, sums)
+        return dflow, self._looked_up_back_together(sums, dlooked_up, row)
 
     def _entered(self, sums: Gradients, dx: jax.Array, microbatch: Tree) -> Gradients:
         """The gradients of embedding and visual tokens; on the first stage.  A lookup needs no residuals."""
@@ -322,10 +445,17 @@ class Ticks:
         return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))
 
     def _layers_backward(
-        self, units: tuple[Unit, ...], dx: jax.Array, sums: Gradients, pools: Tree, read: Tree, chunk: jax.Array,
-        shared: Tree, microbatch: Tree,
-    ) -> tuple[jax.Array, Gradients]:  # fmt: skip
+        self, units: tuple[Unit, ...], dflow: Flow, sums: Gradients, no_lookups: tuple[jax.Array, ...], pools: Tree,
+        read: Tree, chunk: jax.Array, shared: Tree, microbatch: Tree,
+    ) -> tuple[Flow, Gradients, tuple[jax.Array, ...]]:  # fmt: skip
+        """The last is as of `_ahead_backward`, `no_lookups` where the chunk predicts nothing ahead."""
+        (dx, dahead), dlooked_up = dflow, no_lookups
         for run in reversed(unit_runs(units)):
+            if run.unit.is_ahead:
+                dx, sums, dlooked_up = self._ahead_backward(
+                    run, Flow(dx, dahead), sums, pools, read, chunk, shared, microbatch
+                )
+                continue
             if run.unit.feature is not None:
                 # adding is linear in the feature, and the identity in x
                 def place(visual, run=run, dx=dx):
@@ -346,7 +476,7 @@ class Ticks:
 
             (dx, dlayers), _ = lax.scan(one, (dx, sums.layers), jnp.arange(run.length - 1, -1, -1))
             sums = sums._replace(layers=dlayers)
-        return dx, sums
+        return Flow(dx, dahead), sums, dlooked_up
 
     def _ends(self, variables: Tree | None = None) -> Tree:
         """The decoder's parameters beside its layers, whole; as a function of what is differentiated."""
@@ -360,3 +490,7 @@ class Ticks:
 
     def _weights(self, place: Place, kind: Kind) -> Weights:
         return Weights(*(take(tree, place, kind) for tree in self.layers))
+
+
+def zeros_like(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, tree)

@@ -9,6 +9,7 @@ The gradients of the loss are formed with it, so no logits are kept.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,11 @@ from jax import lax
 
 from jaxforge.cluster.mesh import STAGE
 from jaxforge.models.attention import RESIDUAL, WHOLE
-from jaxforge.ops.cross_entropy import IGNORE, MASKED, score_in_chunks
+from jaxforge.ops.cross_entropy import IGNORE, MASKED, Losses, score_in_chunks
 from jaxforge.ops.linear_cross_entropy import LinearCrossEntropy
 from jaxforge.ops.placement import Placement
 from jaxforge.ops.sharded_weight import reduced
-from jaxforge.parallel.microbatch_loss import add_head_gradient
+from jaxforge.parallel.microbatch_loss import Targets, add_head_gradient
 from jaxforge.parallel.stage_sums import sum_over_stages
 
 _LOGITS = (None, None, "vocab")
@@ -53,26 +54,48 @@ class Vocabulary:
 
     def add_loss(
         self,
+        states: Sequence[jax.Array],
+        head_vD: jax.Array,
+        targets: Sequence[Targets],
+        table: Any,
+        total: jax.Array | None,
+        *,
+        z_loss_coefficient: float,
+    ) -> tuple[Losses, tuple[jax.Array, ...], jax.Array | None]:
+        """Losses, and the gradients of their objective.
+
+        Args:
+          states, targets: as of `add_head_gradient`, but equal on all stages, and laid out as the residual stream.
+          table, total: of the head, likewise.
+
+        Returns:
+          (losses, gradients of the states, laid out as these, the head's sum); the first two equal on all stages.
+        """
+        if self.fused is not None:
+            losses, parts, total = add_head_gradient(self.fused, states, head_vD, targets, table, total)
+            return losses, tuple(self.sum(part_BSD) for part_BSD in parts), total
+        found, gradients = [], []
+        for states_BSD, (targets_BS, weight) in zip(states, targets, strict=True):
+            scale, coefficient = (1.0, z_loss_coefficient) if weight is None else (weight, 0.0)
+            loss, z, gradient_BSD, total = self._add_one(
+                states_BSD, head_vD, targets_BS, table, total, scale=scale, z_loss_coefficient=coefficient
+            )
+            found.append((loss, z))
+            gradients.append(gradient_BSD)
+        return Losses.joined(found), tuple(gradients), total
+
+    def _add_one(
+        self,
         hidden_BSD: jax.Array,
         head_vD: jax.Array,
         targets_BS: jax.Array,
         table: Any,
         total: jax.Array | None,
         *,
+        scale: jax.Array | float,
         z_loss_coefficient: float,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Sums of cross-entropy and squared log-sum-exp; gradients of (cross-entropy + coefficient x squares).
-
-        Args:
-          hidden_BSD: equal on all stages, laid out as the residual stream.
-          table, total: of the head, as of `add_head_gradient`.
-
-        Returns:
-          (loss, z, dhidden [B, S, D] laid out like hidden, the head's sum); the first three equal on all stages.
-        """
-        if self.fused is not None:
-            loss, z, dhidden_BSD, total = add_head_gradient(self.fused, hidden_BSD, head_vD, targets_BS, table, total)
-            return loss, z, self.sum(dhidden_BSD), total
+        """(scale x loss, z, gradient of the hidden states, the head's sum) without a fused loss."""
         whole_BSD = self.placement.reshard(hidden_BSD, RESIDUAL, WHOLE)
         logits_BSv, ids_v = self._logits(whole_BSD, head_vD)
         loss, lse_BS, _ = self._loss(logits_BSv, ids_v, targets_BS)
@@ -80,14 +103,14 @@ class Vocabulary:
         counted_BS = targets_BS != IGNORE
         z = jnp.sum(jnp.where(counted_BS, jnp.square(lse_BS), 0))
         weight_BS1 = (1 + 2 * z_loss_coefficient * lse_BS)[..., None]
-        dlogits_BSv = jnp.exp(logits_BSv - lse_BS[..., None]) * weight_BS1 - is_target_BSv
+        dlogits_BSv = scale * (jnp.exp(logits_BSv - lse_BS[..., None]) * weight_BS1 - is_target_BSv)
         dlogits_BSv = jnp.where(counted_BS[..., None], dlogits_BSv, 0).astype(hidden_BSD.dtype)
         # summed over tensor into the residual stream's layout first: under sequence parallelism a part each
         dhidden_BSD = self.placement.constrain(jnp.einsum("BSv,vD->BSD", dlogits_BSv, head_vD), RESIDUAL)
         if total is not None:
             dhead_vD = jnp.einsum("BSv,BSD->vD", dlogits_BSv, whole_BSD)
             total = total + reduced(table, dhead_vD).astype(total.dtype)
-        return loss, z, self.sum(dhidden_BSD), total
+        return scale * loss, z, self.sum(dhidden_BSD), total
 
     def score(
         self, hidden_BSD: jax.Array, head_vD: jax.Array, targets_BS: jax.Array
