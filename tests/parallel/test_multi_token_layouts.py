@@ -205,3 +205,14 @@ def test_scores_pass_over_them():
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert int(count) == num_targets(rows)
     np.testing.assert_array_equal(np.asarray(tokens_MBS).reshape(expected_RS.shape), expected_RS)
+
+
+@pytest.mark.parametrize("case", CASES[4:8], ids=lambda case: case.stages)
+def test_a_pipeline_in_bfloat16_has_places_for_all_that_is_kept(case):
+    config = case.config()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
+    program = case.layout.program(config)
+    parameters = random_parameters(text_config(decoder_changes=changes(case.experts > 0)))
+    arguments = case.layout.arguments(program, config, parameters, twelve_rows(config))
+    gradients, _ = jax.eval_shape(program.gradients, *arguments)
+    assert gradients["decoder"]["mtp"]["projection_2DE"].dtype == np.float32

@@ -179,11 +179,11 @@ class Pipeline:
 
             spaces: list[Any] = []
 
-            def probe(layers, ends, x, microbatch, layer, kind=kind, spaces=spaces):
+            def probe(layers, ends, x, embedded, microbatch, layer, kind=kind, spaces=spaces):
                 shared = self.parts.shared(microbatch)
                 if kind.is_ahead:
                     weights = weights_ahead(layers, ends, Place(0, 0), kind)
-                    kept = self.ahead_forward(kind, weights, x, [x] * kind.num_layers, shared)[1]
+                    kept = self.ahead_forward(kind, weights, x, embedded, shared)[1]
                 else:
                     weights = Weights(*(take(tree, Place(0, 0), kind) for tree in layers))
                     kept = self.unit_forward(kind, weights, x, shared, layer)[1]
@@ -191,7 +191,8 @@ class Pipeline:
                 return kept
 
             microbatch = jax.tree.map(lambda a: a[0], batch)
-            kept = jax.eval_shape(probe, layers, ends, x, microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+            embedded = [x] * self.parts.num_depths
+            kept = jax.eval_shape(probe, layers, ends, x, embedded, microbatch, jax.ShapeDtypeStruct((), jnp.int32))
             # Filled with different numbers: of equal buffers XLA would make one, and then copies of it.  What is read
             # was written before.
             shapes = [(self._slots[kind].num_slots, *one.shape) for one in kept]
@@ -251,7 +252,8 @@ class Pipeline:
 
         def apply(trainable, x, embedded):
             parameters = join(trainable, whole.frozen)
-            states = self.parts.normed(parameters, x)
+            # a norm is elementwise: found again from x
+            states = jax.checkpoint(self.parts.normed, prevent_cse=False)(parameters, x)
             depths, layers = (list(parameters[name].values()) for name in ("mtp", "layers"))
             return Flow(states, jnp.stack(self.parts.ahead(depths, layers, states, embedded, shared)))
 
