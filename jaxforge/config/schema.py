@@ -176,6 +176,12 @@ class LossConfig:
     )
 
 
+_DEEPEP = (
+    "DeepEP's transport, or TransformerEngine's (the one has no interface for JAX, the other none inside of mesh axes"
+    " that are manual; moe_token_dispatcher_type=flex sends a token once to each node by XLA's exchange)"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
     """How tokens reach their experts, and how the experts' load is kept even; the experts are model.decoder's."""
@@ -214,10 +220,10 @@ class MoeConfig:
         choices=("probs", "position"), flag="--moe-token-drop-policy",
     )
     moe_enable_deepep: bool = field(
-        False, "DeepEP transport", flag="--moe-enable-deepep", planned="DeepEP"
+        False, "exchange tokens by DeepEP's transport", flag="--moe-enable-deepep", planned=_DEEPEP
     )
     moe_deepep_num_sms: int | None = field(
-        None, "SMs that DeepEP may use", flag="--moe-deepep-num-sms", planned="DeepEP"
+        None, "streaming multiprocessors that it may use", flag="--moe-deepep-num-sms", planned=_DEEPEP
     )
     moe_permute_fusion: bool = field(
         True, "bring tokens into the order of their experts, and back, by kernels instead of XLA's gathers (on GPU)",
