@@ -41,13 +41,14 @@ def is_summed_over_stages(config: Config, path: str) -> bool:
 
 
 def make_phases(
-    config: Config, model: VisionLanguageModel, mesh: Mesh, sharding: DataSharding, depths: DepthLosses
+    config: Config, model: VisionLanguageModel, mesh: Mesh, sharding: DataSharding
 ) -> Phases | None:
     """The phases of a config's step; None where it needs none.  `model` is abstract."""
     layout, divided = pipeline_layout(config), divided_axes(config)
     if layout is None and not divided:
         return None
     parts, z_loss_coefficient = decoder_parts(model.decoder), config.loss.z_loss_coefficient
+    depths = DepthLosses.from_config(config)
     vocabulary = None
     if vocabulary_is_over_stages(config):
         fused = model.decoder.fused_loss

@@ -257,8 +257,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
     def states_of(parameters, microbatch):
         return nnx.merge(graph, parameters).states(microbatch)
 
-    depths = DepthLosses(config.model.decoder.mtp_num_layers, config.loss.mtp_loss_scaling_factor)
-    phases = make_phases(config, model, mesh, sharding, depths)
+    depths = DepthLosses.from_config(config)
+    phases = make_phases(config, model, mesh, sharding)
     if phases is None:
         loss: PlainLoss | FusedLoss = PlainLoss(loss_of, config.loss.z_loss_coefficient)
         if fused_loss is not None:

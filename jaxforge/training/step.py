@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxforge.cluster.mesh import DATA_AXES, MANUAL_AXES, large_axes
+from jaxforge.config.schema import Config
 from jaxforge.models.moe import is_statistics
 from jaxforge.models.multi_token import TARGETS, WEIGHTS, ahead
 from jaxforge.ops.cross_entropy import IGNORE, Losses
@@ -35,6 +36,10 @@ class DepthLosses:
 
     num_depths: int = 0
     factor: float = 0.0
+
+    @classmethod
+    def from_config(cls, config: Config) -> "DepthLosses":
+        return cls(config.model.decoder.mtp_num_layers, config.loss.mtp_loss_scaling_factor)
 
     @property
     def weight(self) -> float:

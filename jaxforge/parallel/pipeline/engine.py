@@ -80,7 +80,8 @@ class Pipeline:
         makeup_S = np.array([self.makeups.index(units) for units in units_by_stage], np.int32)
         self.makeup_RV = makeup_S.reshape(shape).T
         self.first_layer_RV = np.array([s.first_layer for s in layout.stages], np.int32).reshape(shape).T
-        self.first_places_RV = first_places(layout, has_experts or (False,) * (layout.num_layers + parts.num_depths))
+        num_layers = layout.num_layers + sum(layout.num_mtp_layers_by_stage)
+        self.first_places_RV = first_places(layout, has_experts or (False,) * num_layers)
         # the states of multi-token prediction go along where a later stage has the loss
         self.sends_ahead = layout.mtp_stage is not None and layout.mtp_stage < layout.num_stages - 1
         self._slots = unit_slots(schedule, units_by_stage)
