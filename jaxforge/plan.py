@@ -175,7 +175,7 @@ def pipeline_line(pipeline: "Pipeline") -> str:
     counts = sorted({len(layers) for layers in pipeline.layers_by_rank})
     layers = " to ".join(str(count) for count in (counts[:1] + counts[1:][-1:]))
     schedule = describe_schedule(pipeline.ticks, pipeline.bubble_fraction, pipeline.max_chunks_in_flight)
-    return f"pipeline of {len(pipeline.layers_by_rank)} ranks with {layers} decoder layers each; {schedule}"
+    return f"pipeline of {len(pipeline.layers_by_rank)} ranks with {layers} layers each; {schedule}"
 
 
 def collectives_table(report: "PlanReport") -> Table:

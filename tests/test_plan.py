@@ -118,7 +118,7 @@ def test_collectives_of_one_kind_over_the_same_axes_are_shown_together():
 def test_a_pipeline_is_told_in_a_line():
     pipeline = Pipeline(ticks=22, bubble_fraction=3 / 19, max_chunks_in_flight=11, layers_by_rank=[[0, 3], [1], [2, 4]])
     assert (
-        "pipeline of 3 ranks with 1 to 2 decoder layers each; schedule: 22 ticks, bubble 15.8%, at most 11 chunks in"
+        "pipeline of 3 ranks with 1 to 2 layers each; schedule: 22 ticks, bubble 15.8%, at most 11 chunks in"
         " flight on a rank"
     ) in shown(report(33, pipeline=pipeline))
     assert "pipeline" not in shown(report(33))

@@ -193,9 +193,14 @@ def loss_fusion_is_asked_for(config: Config) -> Iterator[str]:
 
 
 def weight_of_multi_token_prediction_has_an_effect(config: Config) -> Iterator[str]:
-    """There are layers whose loss it weighs."""
+    """There are layers whose loss it weighs, and it weighs it."""
     factor = config.loss.mtp_loss_scaling_factor
-    if factor != LossConfig.mtp_loss_scaling_factor and not config.model.decoder.mtp_num_layers:
+    if factor <= 0:
+        yield (
+            f"loss.mtp_loss_scaling_factor={factor} must be above 0; for no multi-token prediction set"
+            " model.decoder.mtp_num_layers to 0"
+        )
+    elif factor != LossConfig.mtp_loss_scaling_factor and not config.model.decoder.mtp_num_layers:
         yield (
             f"loss.mtp_loss_scaling_factor={factor} would have no effect with model.decoder.mtp_num_layers=0; leave it"
             f" at {LossConfig.mtp_loss_scaling_factor}, or use layers for multi-token prediction"

@@ -61,7 +61,6 @@ _AT_LEAST_ZERO = {
     "checkpoint": ("save_every_steps", "export_hf_every_steps"),
 }
 _ABOVE_ZERO = {
-    "loss": ("mtp_loss_scaling_factor",),
     "model.decoder": (
         "norm_epsilon", "rotary_base", "init_method_std", "rope_scaling_factor", "rope_scaling_low_freq_factor",
         "rope_scaling_high_freq_factor", "moe_router_topk_scaling_factor", "beta_fast", "beta_slow",

@@ -36,6 +36,8 @@ from jaxforge.ops.sharded_weight import ShardedWeight, differentiable, scatter, 
 from jaxforge.optim.paths import decays, join, parameter_paths, split
 
 Tree = Any
+# Parts of the paths of parameters that are stacked, and whose layers, or depths, are taken one by one.
+_STACKS = ("/layers/", "/mtp/")
 # The share of all numbers that may stay whole because no dimension divides: tables of positions, for example.
 _MOST_UNCUT = 0.05
 
@@ -196,7 +198,7 @@ class DataSharding:
         tensor = [axis for axis in TENSOR_AXES if layout.mesh.shape[axis] > 1]
         entries = [*layout.spec, *(None,) * (cut.ndim - len(layout.spec))]
         kept = [tuple(axis for axis in _axes_of(entry) if axis in tensor) or None for entry in entries]
-        return PartitionSpec(*(kept[1:] if "/layers/" in path else kept))
+        return PartitionSpec(*(kept[1:] if _is_stacked(path) else kept))
 
     def _laid_out(self, path: str, spec_of: Callable[[str, PartitionSpec], PartitionSpec]) -> NamedSharding:
         layout = self.layouts[path]
@@ -272,7 +274,11 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
 
 def _first(path: str, cuts_stacks: bool) -> int:
     """The first dimension that may be cut."""
-    return 1 if "/layers/" in path and not cuts_stacks else 0
+    return 1 if _is_stacked(path) and not cuts_stacks else 0
+
+
+def _is_stacked(path: str) -> bool:
+    return any(name in path for name in _STACKS)
 
 
 def _cut(leaf: Any, mesh: Mesh, choices: tuple[tuple[str, ...], ...], first: int) -> Cut | None:

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxforge.config.model_rules import divisors
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-IRREGULAR = ("irregular",)  # the axes of groups that no combination of mesh axes makes
+IRREGULAR = ("irregular",)  # the axes of groups that no combination of mesh axes makes, nor equal blocks along one
 
 Groups = frozenset[frozenset[int]]
 
@@ -25,7 +27,8 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      axes: the mesh axes over which devices exchange, those of more than one device, outermost first.
+      axes: the mesh axes over which devices exchange, those of more than one device, outermost first; or one name for
+        blocks of the devices along them.
       bytes: of one execution on one device: the whole buffer, that is what an all-gather gives, what a reduce-scatter
         takes, what the other kinds give and take, and room for what a ragged all-to-all gives.
       count: executions in one run of the program: loops count as often as they turn.  A loop whose number of turns
@@ -177,19 +180,37 @@ def _elements(shape: str) -> list[str]:
 
 
 def _axes_by_groups(mesh_shape: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
-    """The groups of every combination of the mesh's axes, with its names."""
+    """The groups of every combination of the mesh's axes, with its names.
+
+    And those of equal blocks of the devices along them, such as the nodes that an axis spans: "expert in blocks of 8",
+    and "expert across blocks of 8" for devices with the same place in their block.
+    """
     large = [name for name, size in mesh_shape.items() if size > 1]
-    combinations = itertools.chain.from_iterable(
-        itertools.combinations(large, count) for count in range(len(large) + 1)
+    combinations = list(
+        itertools.chain.from_iterable(itertools.combinations(large, count) for count in range(len(large) + 1))
     )
-    return {_groups_along(axes, mesh_shape): axes for axes in combinations}
+    found = {_groups_along(axes, mesh_shape): axes for axes in combinations}
+    for axes in combinations:
+        rows = _rows_along(axes, mesh_shape)
+        for block in divisors(rows.shape[1])[1:-1]:
+            blocks = rows.reshape(len(rows), -1, block)
+            name = f"{' x '.join(axes)} {{}} blocks of {block}"
+            found.setdefault(_as_groups(blocks.reshape(-1, block)), (name.format("in"),))
+            across = blocks.swapaxes(1, 2).reshape(-1, blocks.shape[1])
+            found.setdefault(_as_groups(across), (name.format("across"),))
+    return found
 
 
 def _groups_along(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> Groups:
+    return _as_groups(_rows_along(axes, mesh_shape))
+
+
+def _rows_along(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> np.ndarray:
+    """Numbers of the devices of each group, in the order of their ranks."""
     devices = np.arange(math.prod(mesh_shape.values())).reshape(tuple(mesh_shape.values()))
     dims = [list(mesh_shape).index(axis) for axis in axes]
     last = range(devices.ndim - len(dims), devices.ndim)
-    return _as_groups(np.moveaxis(devices, dims, last).reshape(-1, math.prod(mesh_shape[axis] for axis in axes)))
+    return np.moveaxis(devices, dims, last).reshape(-1, math.prod(mesh_shape[axis] for axis in axes))
 
 
 def _as_groups(rows: np.ndarray | list[list[int]]) -> Groups:

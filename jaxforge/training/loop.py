@@ -143,13 +143,14 @@ class _Run:
         self.batches = BatchLayout.from_config(config, self.mesh, self.microbatches)
         self.program = build_program(config, self.mesh, platform)
         self.backend = attention_backend(config, platform)
+        self.peak_flops = peak_flops(jax.devices()[0].device_kind) if platform == "gpu" else None
+        self.base = saved_base(config, self.program)
+        self.export_source = export_source(config) if config.checkpoint.export_hf_every_steps else None
+        # behind what may be refused, since it starts threads and makes a folder
         self.checkpoints = CheckpointManager(
             run.checkpoints, config.checkpoint.keep, config.checkpoint.save_every_steps
         )
         resources.callback(self.checkpoints.close)
-        self.peak_flops = peak_flops(jax.devices()[0].device_kind) if platform == "gpu" else None
-        self.base = saved_base(config, self.program)
-        self.export_source = export_source(config) if config.checkpoint.export_hf_every_steps else None
         self.skipped = 0
 
     def train(self, config_text: str) -> Result:

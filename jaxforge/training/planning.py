@@ -280,7 +280,8 @@ def _memory_bars(parts: MemoryParts, device: DeviceBytes, stages: PipelineLayout
 
 def _pipeline(config: Config, stages: PipelineLayout | None, microbatches: int) -> Pipeline:
     if stages is None:
-        return Pipeline(microbatches, 0.0, 1, [list(range(config.model.decoder.num_layers))])
+        decoder = config.model.decoder
+        return Pipeline(microbatches, 0.0, 1, [list(range(decoder.num_layers + decoder.mtp_num_layers))])
     schedule = schedule_of(stages, microbatches)
     layers = [list(stages.layers_of_rank(rank)) for rank in range(stages.pipeline_size)]
     return Pipeline(schedule.num_ticks, schedule.bubble_fraction, in_flight(schedule), layers)

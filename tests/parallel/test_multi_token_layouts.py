@@ -62,7 +62,7 @@ CASES = [
     Case(Layout(1, data=2, sharding="optim", recompute=("uniform", 2)), experts=2),
     # beside the loss, with it on a stage of no decoder layer, on a stage of their own, and two stages before the loss
     Case(Layout(2, 2, tensor=2)),
-    Case(Layout(2, 1, data=2, sharding="optim_grads_params"), "Et*8|mmL", fused=True),
+    Case(Layout(2, 1, tensor=2, data=2, sharding="optim_grads_params"), "Et*8|mmL", fused=True),
     Case(Layout(4, 2, data=2, recompute=("uniform", 1)), "Ett|t|t|tt|t|t|mm|L"),
     Case(Layout(4, 2, tensor=2, vocabulary_over_stages=True), "Ett|t|t|tt|t|tmm||L"),
     Case(Layout(2, 2, data=2, vocabulary_over_stages=True), "Et|t*5|ttmm|L", experts=2, fused=True),
@@ -191,6 +191,14 @@ def with_depths(config: Config) -> Config:
     decoder = dataclasses.replace(config.model.decoder, mtp_num_layers=DEPTHS)
     model = dataclasses.replace(config.model, decoder=decoder)
     return dataclasses.replace(config, model=model, loss=loss_config(config))
+
+
+@pytest.mark.parametrize("sharding", ["optim_grads", "optim_grads_params"])
+def test_depths_are_sharded_each_by_itself(sharding):
+    # 4 depths on 4 data parallel ranks
+    config = Layout(1, data=4, sharding=sharding).config(decoder_changes=dict(mtp_num_layers=4))
+    cuts = Layout(1, data=4).program(config).sharding.cuts
+    assert {path: cut.dim for path, cut in cuts.items() if "/mtp/" in path} == {"decoder/mtp/projection_2DE": 2}
 
 
 @pytest.mark.slow

@@ -45,6 +45,15 @@ def test_groups_of_devices_are_named_by_the_mesh_axes_that_make_them(groups, axe
     assert only(all_reduce(groups)) == Collective("all-reduce", axes, bytes=24, count=1, in_loop=False)
 
 
+@pytest.mark.parametrize(
+    "groups, name", [("[4,4]<=[16]", "expert in blocks of 4"), ("[8,2]<=[2,2,4]T(0,2,1)", "expert across blocks of 4")]
+)
+def test_blocks_of_the_devices_along_an_axis_have_names_too(groups, name):
+    # two replicas of 8 experts' devices, on nodes of 4
+    hlo = all_reduce(groups)
+    assert [one.axes for one in find_collectives(hlo, {"replica": 2, "expert": 8})] == [(name,)]
+
+
 def test_a_group_of_one_device_exchanges_nothing():
     assert find_collectives(all_reduce("{{0},{1},{2},{3},{4},{5},{6},{7}}"), MESH) == []
 

@@ -21,8 +21,9 @@ class StageCosts:
 
     Attributes:
       embedding: on the first stage; with an encoder that runs there, the encoder's cost too.
-      loss: head and loss, on the last stage.  0 where `vocabulary_parallel_over_pipeline` spreads them over all stages.
-      mtp_layer: one MTP layer with its share of the loss.
+      loss: head and loss of the next token and of each MTP layer, on the last stage.  0 where
+        `vocabulary_parallel_over_pipeline` spreads them over all stages.
+      mtp_layer: one MTP layer.
     """
 
     embedding: float = 0.0
@@ -34,9 +35,9 @@ def flop_costs(decoder: DecoderConfig, seq_length: int, first_stage_flops: float
     """Costs by the forward FLOPs of full rows; the backward pass has the same ratios.
 
     Matrix products only, 2 FLOPs per multiply-add, causal attention at half (Narayanan et al. 2021, arXiv:2104.04473,
-    appendix).  The embedding is a lookup: none.  An MTP layer is a decoder layer, a projection from twice the width and
-    a second use of the head (DeepSeek-V3, arXiv:2412.19437, section 2.2).  Layers count as their mean, also where some
-    are dense and others have experts: released models give both about the same work.
+    appendix).  The embedding is a lookup: none.  An MTP layer is a decoder layer and a projection from twice the width,
+    and the head is used once more for it, where the loss is (DeepSeek-V3, arXiv:2412.19437, section 2.2).  Layers count
+    as their mean, also where some are dense and others have experts: released models give both about the same work.
 
     Args:
       seq_length: tokens of a row.
@@ -45,8 +46,8 @@ def flop_costs(decoder: DecoderConfig, seq_length: int, first_stage_flops: float
     layer, head = decoder_layers_flops(decoder, seq_length) / decoder.num_layers, head_flops(decoder)
     return StageCosts(
         embedding=first_stage_flops / (seq_length * layer),
-        loss=head / layer,
-        mtp_layer=1 + (head + mtp_projection_flops(decoder)) / layer,
+        loss=(1 + decoder.mtp_num_layers) * head / layer,
+        mtp_layer=1 + mtp_projection_flops(decoder) / layer,
     )
 
 

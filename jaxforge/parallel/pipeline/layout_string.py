@@ -200,7 +200,7 @@ def _check_mtp_count(symbols: Sequence[_Symbol], mtp_num_layers: int, refuse: _R
     missing = mtp_num_layers - len(placed)
     if missing:
         note = _missing(missing, "m") + (" before L" if missing > 0 else "")
-        rule = f"places {_count(len(placed), 'MTP layer')} (m), mtp_num_layers is {mtp_num_layers}"
+        rule = f"places {_count(len(placed), 'MTP layer')} (m), model.decoder.mtp_num_layers is {mtp_num_layers}"
         raise refuse((placed or symbols)[-1].position, rule, note)
 
 

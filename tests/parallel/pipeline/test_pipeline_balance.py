@@ -136,8 +136,17 @@ def test_costs_by_flops_are_ratios_to_a_layer():
     # attention to half of 3 tokens: 2 x 2 8 3 / 2 = 48, so a layer is 1200; head 2 8 10; MTP's projection 2 16 8
     costs = flop_costs(DECODER, seq_length=3, first_stage_flops=7200)
     assert costs.loss == 160 / 1200
-    assert costs.mtp_layer == 1 + (160 + 256) / 1200
+    assert costs.mtp_layer == 1 + 256 / 1200
     assert costs.embedding == 7200 / (3 * 1200)
+    # what each MTP layer predicts is scored where the loss is
+    with_mtp = flop_costs(dataclasses.replace(DECODER, mtp_num_layers=2), seq_length=3)
+    assert (with_mtp.loss, with_mtp.mtp_layer) == (3 * 160 / 1200, costs.mtp_layer)
+
+
+def test_mtp_layers_take_the_place_of_others():
+    # 31 layers of 4 ranks, where all share the loss: no rank has more than 8
+    layout = balanced_layout(28, 4, 1, StageCosts(), mtp_num_layers=3)
+    assert max(stage.num_layers + stage.num_mtp_layers for stage in layout.stages) == 8
 
 
 def test_costs_agree_with_the_model_flops_of_a_row():

@@ -110,9 +110,9 @@ def test_a_broken_string_is_refused_at_the_character(text, at, rule):
         ("EtmtL", 3, "has a decoder layer (t) after an MTP layer (m)"),
         ("Ett|m|mL", 6, "splits the MTP layers (m) over stages"),
         ("Ett(m|)*2L", 4, "splits the MTP layers (m) over stages"),
-        ("Ett|mL", 4, "places 1 MTP layer (m), mtp_num_layers is 2"),
-        ("EttL", 3, "places 0 MTP layers (m), mtp_num_layers is 2"),
-        ("Ettm*3L", 3, "places 3 MTP layers (m), mtp_num_layers is 2"),
+        ("Ett|mL", 4, "places 1 MTP layer (m), model.decoder.mtp_num_layers is 2"),
+        ("EttL", 3, "places 0 MTP layers (m), model.decoder.mtp_num_layers is 2"),
+        ("Ettm*3L", 3, "places 3 MTP layers (m), model.decoder.mtp_num_layers is 2"),
     ],
 )
 def test_mtp_layers_are_together_after_the_decoder(text, at, rule):
