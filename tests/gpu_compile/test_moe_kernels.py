@@ -94,7 +94,7 @@ KEPT = 2 * WIDE + 3 * NARROW
 
 
 @pytest.mark.parametrize("gpu", ["h100", "b200"])
-def test_a_layer_takes_little_more_than_the_arrays_that_must_be_there(gpu):
+def test_a_layer_takes_little_more_than_the_arrays_that_must_be_there(gpu):  # F51
     program = compiled(gpu)
     assert kernels_of(program) == KERNELS
     memory = program.memory_analysis()

@@ -96,7 +96,7 @@ def lowered(layout: Layout):
 
 @pytest.mark.timeout(900)  # four programs to compile
 @pytest.mark.parametrize("encoder, tensor, encoder_tensor, sequence_parallel", tensor_layouts())
-def test_every_layout_gives_the_loss_and_gradients_of_one_device(
+def test_every_layout_gives_the_loss_and_gradients_of_one_device(  # F22
     table, compiler, encoder, tensor, encoder_tensor, sequence_parallel
 ):
     layouts = [
