@@ -37,9 +37,9 @@ class DeviceGroup:
         """What JAX's collectives take."""
         return [list(group) for group in self.ranks] or None
 
-    def all_gather(self, x: jax.Array, *, tiled: bool = False) -> jax.Array:
-        """`x` of all devices of the group, along a new first dimension or the first."""
-        return lax.all_gather(x, self.axes, axis_index_groups=self.index_groups, tiled=tiled)
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """`x` of all devices of the group, along a new first dimension."""
+        return lax.all_gather(x, self.axes, axis_index_groups=self.index_groups)
 
 
 def blocks(axes: tuple[str, ...], num_devices: int, num_blocks: int) -> tuple[DeviceGroup, DeviceGroup]:

@@ -356,7 +356,7 @@ class Ticks:
                     return (self.pipeline.apply_unit(kind, parameters, x, shared, layer + i * size), None), None
                 y, kept = self.pipeline.unit_forward(kind, weights, x, shared, layer + i * size)
                 place = write[kind][run.first_of_kind + i]
-                pool = [lax.dynamic_update_index_in_dim(b, a, place, 0) for b, a in zip(pool, kept, strict=True)]
+                pool = _with_slot(pool, place, kept)
                 return (y, pool), None
 
             (x, pool), _ = lax.scan(one, (x, pools[kind] if pools else None), jnp.arange(run.length))
@@ -375,7 +375,7 @@ class Ticks:
         embedded = [self.parts.fill(rows, self.visual, one) for rows, one in zip(looked_up, seen, strict=True)]
         flow, kept = self.pipeline.ahead_forward(kind, self._weights_ahead(run, chunk), x, embedded, shared)
         place = write[kind][run.first_of_kind]
-        pool = [lax.dynamic_update_index_in_dim(b, a, place, 0) for b, a in zip(pools[kind], kept, strict=True)]
+        pool = _with_slot(pools[kind], place, kept)
         return flow, pools | {kind: pool}
 
     def _ahead_backward(
@@ -385,7 +385,7 @@ class Ticks:
         """The gradients of what the unit read, the sums, and gradients of embeddings that all looked up together."""
         kind, seen = run.unit.kind, self.parts.seen_ahead(microbatch)
         place = read[kind][run.first_of_kind]
-        kept = [lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False) for buffer in pools[kind]]
+        kept = _slot(pools[kind], place)
         weights = self._weights_ahead(run, chunk)
         dweights, dx, dembedded = self.pipeline.ahead_backward(kind, weights, kept, shared, dflow)
         sums = add_ahead(sums, dweights, self._first(run, chunk), kind)
@@ -470,7 +470,7 @@ class Ticks:
                 dx, dlayers = carry
                 weights = self._weights(first.moved(i * size), kind)
                 place = read[kind][run.first_of_kind + i]
-                kept = [lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False) for buffer in pools[kind]]
+                kept = _slot(pools[kind], place)
                 dweights, dx = self.pipeline.unit_backward(kind, weights, kept, shared, layer + i * size, dx)
                 return (dx, add_at(dlayers, dweights, first.moved(i * size), kind)), None
 
@@ -494,3 +494,12 @@ class Ticks:
 
 def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _with_slot(pool: list[jax.Array], place: jax.Array, kept: list[jax.Array]) -> list[jax.Array]:
+    """The buffers of a pool with what a unit keeps in one slot of each."""
+    return [lax.dynamic_update_index_in_dim(b, a, place, 0) for b, a in zip(pool, kept, strict=True)]
+
+
+def _slot(pool: list[jax.Array], place: jax.Array) -> list[jax.Array]:
+    return [lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False) for buffer in pool]
