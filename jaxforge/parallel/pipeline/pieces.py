@@ -248,6 +248,10 @@ def no_gradient(visual: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, visual)
 
 
+def zeros_like(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
 def add(sums: Tree, more: Tree) -> Tree:
     """The sums with more gradients added, in the dtype of the sums."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)

@@ -1,13 +1,11 @@
 """What one rank does in a tick of the schedule.
 
-In a forward a chunk's units are computed in turn, and their residuals kept; in a backward they are read again.  The
-first stage looks the tokens up, the last computes the loss; where the vocabulary lies over the stages, all do both
-together, in the ticks in which a microbatch enters, leaves, or is back at the first stage.  The stage with the layers
-for multi-token prediction looks up the tokens that these see in the same ways.
+In a forward a chunk's units are computed in turn, and their residuals kept; in a backward they are read again.  What
+embedding and head have to do then is in `ends.py`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,11 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxforge.cluster.mesh import STAGE
-from jaxforge.models.multi_token import targets_and_weights
-from jaxforge.ops.cross_entropy import Losses
-from jaxforge.ops.sharded_weight import differentiable, gathered, whole, with_differentiable
+from jaxforge.ops.sharded_weight import gathered
 from jaxforge.optim.paths import join
-from jaxforge.parallel.microbatch_loss import add_head_gradient
+from jaxforge.parallel.pipeline.ends import Ends
 from jaxforge.parallel.pipeline.pieces import (
     Flow,
     Gradients,
@@ -34,6 +30,7 @@ from jaxforge.parallel.pipeline.pieces import (
     take,
     unit_runs,
     weights_ahead,
+    zeros_like,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +44,7 @@ class Ticks:
 
     def __init__(self, pipeline: "Pipeline", layers: Weights, ends: Weights, visual: Tree, batch: Tree):
         self.pipeline, self.parts = pipeline, pipeline.parts
-        self.layers, self.ends, self.visual, self.batch = layers, ends, visual, batch
-        self.variables = differentiable(ends.trainable)
+        self.layers, self.ends = layers, Ends(pipeline, ends, visual, batch)
         self.vocabulary = pipeline.vocabulary
         layout = pipeline.layout
         rank = lax.axis_index(STAGE)
@@ -63,33 +59,33 @@ class Ticks:
 
     def forward_only(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
         # the last stage has no forward in these ticks
-        flow = self._entered_together(self._moved_on(carry["flow"]), row)
+        flow = self.ends.entered_together(self._moved_on(carry["flow"]), row)
         flow, pools, _, _ = self._forward(carry["pools"], carry["sums"], flow, row, leaves=False)
         return carry | {"flow": self._sent(flow), "pools": pools}, None
 
     def both(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
-        flow, dflow = self._entered_together(self._moved_on(carry["flow"]), row), self._moved_back(carry["dflow"])
+        flow, dflow = self.ends.entered_together(self._moved_on(carry["flow"]), row), self._moved_back(carry["dflow"])
         leaves = self.vocabulary is None
         flow, pools, sums, dlast = self._forward(carry["pools"], carry["sums"], flow, row, leaves=leaves)
         if self.vocabulary is not None:
-            sums, dlast = self._loss_together(sums, flow, row)
+            sums, dlast = self.ends.loss_together(sums, flow, row)
         dflow, sums = self._backward(pools, sums, dflow, dlast, row)
-        sums = self._back_together(sums, dflow.x, row)
+        sums = self.ends.back_together(sums, dflow.x, row)
         return {"flow": self._sent(flow), "dflow": self._sent(dflow), "pools": pools, "sums": sums}, None
 
     def backward_only(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
         # nor has it a backward in these
         dflow, sums = self._backward(carry["pools"], carry["sums"], self._moved_back(carry["dflow"]), None, row)
-        return carry | {"dflow": self._sent(dflow), "sums": self._back_together(sums, dflow.x, row)}, None
+        return carry | {"dflow": self._sent(dflow), "sums": self.ends.back_together(sums, dflow.x, row)}, None
 
     def score(self, carry: Tree, row: Tree) -> tuple[Tree, None]:
         """Layers for multi-token prediction are passed over."""
-        flow = self._entered_together(Flow(self._from_before(carry["flow"].x)), row)
+        flow = self.ends.entered_together(Flow(self._from_before(carry["flow"].x)), row)
         number, chunk = row["forward"][0], row["forward"][1]
 
         def compute(flow, loss, tokens):
-            microbatch, stage = self._microbatch(number), self._stage(chunk)
-            flow = self._enter(stage, flow, microbatch)
+            microbatch, stage = self.ends.microbatch(number), self._stage(chunk)
+            flow = self.ends.enter(stage, flow, microbatch)
             shared = self.parts.shared(microbatch)
 
             def of_makeup(units, flow):
@@ -100,7 +96,7 @@ class Ticks:
                 return flow, loss, tokens
 
             def leave(loss, tokens):
-                one, predicted = self.parts.score(self._ends(), flow.x, microbatch)
+                one, predicted = self.parts.score(self.ends.parameters(), flow.x, microbatch)
                 return loss + one, lax.dynamic_update_index_in_dim(tokens, predicted, number, 0)
 
             loss, tokens = lax.cond(stage == self.num_stages - 1, leave, lambda *a: a, loss, tokens)
@@ -108,131 +104,9 @@ class Ticks:
 
         flow, loss, tokens = lax.cond(number >= 0, compute, lambda *a: a, flow, carry["loss"], carry["tokens"])
         if self.vocabulary is not None:
-            loss, tokens = self._score_together(loss, tokens, flow.x, row["leaving"])
+            loss, tokens = self.ends.score_together(loss, tokens, flow.x, row["leaving"])
         return {"flow": flow, "loss": loss, "tokens": tokens}, None
 
-    # What all stages do together, where the vocabulary lies over them; all take the same branch in a tick.
-
-    def _entered_together(self, flow: Flow, row: Tree) -> Flow:
-        """The flow, on the first stage what enters it; as it is where the vocabulary is no matter of all stages."""
-        vocabulary = self.vocabulary
-        if vocabulary is None:
-            return flow
-
-        def enter(x):
-            microbatch = self._microbatch(row["entering"])
-            embedded = vocabulary.sum(self._look_up(self._ends(), microbatch))
-            return lax.cond(
-                self.rank == 0, lambda x: self.parts.fill(embedded, self.visual, microbatch), lambda x: x, x
-            )
-
-        return flow._replace(x=lax.cond(row["entering"] >= 0, enter, lambda x: x, flow.x))
-
-    def _looked_up_together(self, x: jax.Array, row: Tree) -> tuple[jax.Array, ...]:
-        """For each depth of multi-token prediction the embeddings of the tokens that it sees, where all look up.
-
-        They are of the microbatch that enters their stage; () where that stage looks them up alone.
-        """
-        vocabulary, num_depths = self.vocabulary, self.parts.num_depths
-        if vocabulary is None or not num_depths:
-            return ()
-
-        def look_up():
-            ends, seen = self._ends(), self.parts.seen_ahead(self._microbatch(row["entering_ahead"]))
-            return tuple(vocabulary.sum(self._look_up(ends, one)) for one in seen)
-
-        return lax.cond(row["entering_ahead"] >= 0, look_up, lambda: (jnp.zeros_like(x),) * num_depths)
-
-    def _look_up(self, ends: Tree, microbatch: Tree) -> jax.Array:
-        assert self.vocabulary is not None
-        return self.parts.look_up(ends, microbatch, self.vocabulary.first_row(ends["embedding_VD"]))
-
-    def _states(self, variables: Tree, flow: Flow) -> tuple[jax.Array, ...]:
-        """What the head reads, on the last stage: the decoder's states, and those of each depth."""
-        if not self.parts.num_depths:
-            return (self.parts.normed(self._ends(variables), flow.x),)
-        return (flow.x, *(flow.ahead[i] for i in range(self.parts.num_depths)))
-
-    def _loss_together(self, sums: Gradients, flow: Flow, row: Tree) -> tuple[Gradients, Flow]:
-        """The losses of the microbatch on the last stage, with gradients; that of the flow is the last stage's."""
-        is_last, vocabulary = self.rank == self.num_ranks - 1, self.vocabulary
-        assert vocabulary is not None
-
-        def of_last(tree):
-            return jax.tree.map(lambda a: jnp.where(is_last, a, 0), tree)
-
-        def compute(sums, flow):
-            own_states, vjp = jax.vjp(self._states, self.variables, flow)
-            states = [vocabulary.sum(one) for one in of_last(own_states)]
-            losses, dstates, ends = self._with_head_gradient(
-                functools.partial(vocabulary.add_loss, z_loss_coefficient=self.pipeline.z),
-                sums.ends, states, self._microbatch(row["leaving"]),
-            )  # fmt: skip
-            dends, dflow = vjp(of_last(dstates))
-            # every stage has the losses: one counts them
-            return sums._replace(ends=add(ends, dends), losses=add(sums.losses, of_last(losses))), dflow
-
-        return lax.cond(row["leaving"] >= 0, compute, lambda sums, flow: (sums, zeros_like(flow)), sums, flow)
-
-    def _back_together(self, sums: Gradients, dx: jax.Array, row: Tree) -> Gradients:
-        """The gradients of embedding and visual tokens, of the microbatch that is back at the first stage."""
-        vocabulary = self.vocabulary
-        if vocabulary is None:
-            return sums
-
-        def compute(sums, dx):
-            microbatch = self._microbatch(row["back"])
-
-            def fill(embedded, visual):
-                return self.parts.fill(embedded, visual, microbatch)
-
-            def look_up(variables):
-                return self._look_up(self._ends(variables), microbatch)
-
-            # linear both, so that any embeddings will do
-            first_dx = jnp.where(self.rank == 0, dx, 0)
-            dembedded, dvisual = jax.vjp(fill, jnp.zeros_like(dx), self.visual)[1](first_dx)
-            [dends] = jax.vjp(look_up, self.variables)[1](vocabulary.sum(dembedded))
-            return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))
-
-        return lax.cond(row["back"] >= 0, compute, lambda sums, dx: sums, sums, dx)
-
-    def _looked_up_back_together(self, sums: Gradients, dembedded: tuple[jax.Array, ...], row: Tree) -> Gradients:
-        """The gradients of the embeddings that `_looked_up_together` gave, of the microbatch that is back there."""
-        vocabulary = self.vocabulary
-        if vocabulary is None or not self.parts.num_depths:
-            return sums
-
-        def compute(sums, dembedded):
-            seen = self.parts.seen_ahead(self._microbatch(row["back_ahead"]))
-
-            def look_up(variables):
-                ends = self._ends(variables)
-                return tuple(self._look_up(ends, one) for one in seen)
-
-            # those of other ranks are zeros
-            summed = tuple(vocabulary.sum(one) for one in dembedded)
-            [dends] = jax.vjp(look_up, self.variables)[1](summed)
-            return sums._replace(ends=add(sums.ends, dends))
-
-        return lax.cond(row["back_ahead"] >= 0, compute, lambda sums, _: sums, sums, dembedded)
-
-    def _score_together(
-        self, loss: jax.Array, tokens: jax.Array, x: jax.Array, number: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Adds the loss and the predictions of the microbatch on the last stage, there."""
-        is_last, vocabulary = self.rank == self.num_ranks - 1, self.vocabulary
-        assert vocabulary is not None
-
-        def compute(loss, tokens):
-            ends = self._ends()
-            hidden = vocabulary.sum(jnp.where(is_last, self.parts.normed(ends, x), 0))
-            targets = self._microbatch(number)["targets"]
-            one, predicted = vocabulary.score(hidden, ends[self.parts.head], targets)
-            predicted = jnp.where(is_last, predicted, 0)
-            return loss + jnp.where(is_last, one, 0), lax.dynamic_update_index_in_dim(tokens, predicted, number, 0)
-
-        return lax.cond(number >= 0, compute, lambda *a: a, loss, tokens)
 
     def _from_before(self, tree: Tree) -> Tree:
         """What the rank before this one has just sent; the last rank's goes to the first, whose next chunk it is."""
@@ -255,20 +129,8 @@ class Ticks:
             return flow
         return flow._replace(ahead=jnp.zeros((self.parts.num_depths, *flow.x.shape), flow.x.dtype))
 
-    def _microbatch(self, number: jax.Array) -> Tree:
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, 0, keepdims=False), self.batch)
-
     def _stage(self, chunk: jax.Array) -> jax.Array:
         return chunk * self.num_ranks + self.rank
-
-    def _enter(self, stage: jax.Array, flow: Flow, microbatch: Tree) -> Flow:
-        if self.vocabulary is not None:
-            return flow  # it has entered already
-
-        def enter(x):
-            return self.parts.enter(self._ends(), self.visual, microbatch)
-
-        return flow._replace(x=lax.cond(stage == 0, enter, lambda x: x, flow.x))
 
     def _by_makeup(self, chunk: jax.Array, of_makeup: Callable, *operands: Any) -> Any:
         """`of_makeup(units, *operands)` for the units of this rank's chunk; no branch where all chunks are alike."""
@@ -282,11 +144,11 @@ class Ticks:
     ) -> tuple[Flow, Tree, Gradients, Flow]:
         """This tick's forward chunk: flow, pools, sums with the losses, and the gradient that the losses give."""
         number, chunk = row["forward"][0], row["forward"][1]
-        looked_up = self._looked_up_together(flow.x, row)
+        looked_up = self.ends.looked_up_together(flow.x, row)
 
         def compute(flow, pools, sums):
-            microbatch, stage = self._microbatch(number), self._stage(chunk)
-            flow = self._enter(stage, flow, microbatch)
+            microbatch, stage = self.ends.microbatch(number), self._stage(chunk)
+            flow = self.ends.enter(stage, flow, microbatch)
             shared = self.parts.shared(microbatch)
 
             def of_makeup(units, flow, pools):
@@ -297,7 +159,7 @@ class Ticks:
                 return flow, pools, sums, zeros_like(flow)
             is_last = stage == self.num_stages - 1
             no_loss = lambda sums, flow, _: (sums, zeros_like(flow))  # noqa: E731
-            sums, dlast = lax.cond(is_last, self._loss, no_loss, sums, flow, microbatch)
+            sums, dlast = lax.cond(is_last, self.ends.loss, no_loss, sums, flow, microbatch)
             return flow, pools, sums, dlast
 
         def skip(flow, pools, sums):
@@ -305,39 +167,13 @@ class Ticks:
 
         return lax.cond(number >= 0, compute, skip, flow, pools, sums)
 
-    def _loss(self, sums: Gradients, flow: Flow, microbatch: Tree) -> tuple[Gradients, Flow]:
-        """Losses of a microbatch with their gradients; on the last stage."""
-        if self.parts.fused is not None:
-            add_loss = functools.partial(add_head_gradient, self.parts.fused)
-            states, vjp = jax.vjp(self._states, self.variables, flow)
-            losses, dstates, ends = self._with_head_gradient(add_loss, sums.ends, states, microbatch)
-            dends, dflow = vjp(dstates)
-            return sums._replace(ends=add(ends, dends), losses=add(sums.losses, losses)), dflow
-
-        def objective(variables, flow):
-            losses = self.parts.leave(self._ends(variables), self._states(variables, flow), microbatch)
-            return losses.objective(self.pipeline.z), losses
-
-        (_, losses), (dends, dflow) = jax.value_and_grad(objective, (0, 1), has_aux=True)(self.variables, flow)
-        return sums._replace(ends=add(sums.ends, dends), losses=add(sums.losses, losses)), dflow
-
-    def _with_head_gradient(
-        self, add_loss: Callable, sums: Tree, states: Sequence[jax.Array], microbatch: Tree
-    ) -> tuple[Losses, tuple[jax.Array, ...], Tree]:
-        """(losses, gradients of the states, sums of the ends with the head's), by what gives the first two."""
-        name = self.parts.head
-        table, total = self.ends.trainable.get(name), sums.get(name)
-        targets = targets_and_weights(microbatch, self.parts.num_depths)
-        losses, dstates, total = add_loss(states, self._ends()[name], targets, table, total)
-        return losses, dstates, sums | {name: total} if total is not None else sums
-
     def _layers_forward(
         self, units: tuple[Unit, ...], flow: Flow, pools: Tree, looked_up: tuple[jax.Array, ...], write: Tree,
         chunk: jax.Array, shared: Tree, microbatch: Tree,
     ) -> tuple[Flow, Tree]:  # fmt: skip
         """The units of a chunk in turn; where there are no pools, nothing is kept, and nothing predicted ahead.
 
-        `looked_up` is what `_looked_up_together` gives.
+        `looked_up` is what `Ends.looked_up_together` gives.
         """
         x, ahead = flow
         for run in unit_runs(units):
@@ -362,7 +198,7 @@ class Ticks:
             (x, pool), _ = lax.scan(one, (x, pools[kind] if pools else None), jnp.arange(run.length))
             pools = pools | {kind: pool} if pools else None
             if run.unit.feature is not None:
-                x = self.parts.add_feature(self.visual, x, microbatch, run.unit.feature)
+                x = self.parts.add_feature(self.ends.visual, x, microbatch, run.unit.feature)
         return Flow(x, ahead), pools
 
     def _ahead_forward(
@@ -371,8 +207,8 @@ class Ticks:
     ) -> tuple[Flow, Tree]:  # fmt: skip
         kind, seen = run.unit.kind, self.parts.seen_ahead(microbatch)
         if self.vocabulary is None:
-            looked_up = tuple(self.parts.look_up(self._ends(), one, 0) for one in seen)
-        embedded = [self.parts.fill(rows, self.visual, one) for rows, one in zip(looked_up, seen, strict=True)]
+            looked_up = tuple(self.parts.look_up(self.ends.parameters(), one, 0) for one in seen)
+        embedded = [self.parts.fill(rows, self.ends.visual, one) for rows, one in zip(looked_up, seen, strict=True)]
         flow, kept = self.pipeline.ahead_forward(kind, self._weights_ahead(run, chunk), x, embedded, shared)
         place = write[kind][run.first_of_kind]
         pool = _with_slot(pools[kind], place, kept)
@@ -394,18 +230,18 @@ class Ticks:
             return [self.parts.fill(rows, visual, one) for rows, one in zip(looked_up, seen, strict=True)]
 
         def look_up(variables):
-            return tuple(self.parts.look_up(self._ends(variables), one, 0) for one in seen)
+            return tuple(self.parts.look_up(self.ends.parameters(variables), one, 0) for one in seen)
 
         # linear both, so that any embeddings will do
-        dlooked_up, dvisual = jax.vjp(fill, tuple(map(jnp.zeros_like, dembedded)), self.visual)[1](dembedded)
+        dlooked_up, dvisual = jax.vjp(fill, tuple(map(jnp.zeros_like, dembedded)), self.ends.visual)[1](dembedded)
         sums = sums._replace(visual=add(sums.visual, dvisual))
         if self.vocabulary is None:
-            [dends] = jax.vjp(look_up, self.variables)[1](dlooked_up)
+            [dends] = jax.vjp(look_up, self.ends.variables)[1](dlooked_up)
             sums, dlooked_up = sums._replace(ends=add(sums.ends, dends)), ()
         return dx, sums, dlooked_up
 
     def _weights_ahead(self, run: UnitRun, chunk: jax.Array) -> Weights:
-        return weights_ahead(self.layers, self.ends, self._first(run, chunk), run.unit.kind)
+        return weights_ahead(self.layers, self.ends.weights, self._first(run, chunk), run.unit.kind)
 
     def _backward(
         self, pools: Tree, sums: Gradients, dflow: Flow, dlast: Flow | None, row: Tree
@@ -416,7 +252,7 @@ class Ticks:
         no_lookups = tuple(jnp.zeros_like(dflow.x) for _ in range(self.parts.num_depths)) if is_together else ()
 
         def compute(dflow, sums):
-            microbatch, stage = self._microbatch(number), self._stage(chunk)
+            microbatch, stage = self.ends.microbatch(number), self._stage(chunk)
             if dlast is not None:
                 is_last = stage == self.num_stages - 1
                 dflow = jax.tree.map(lambda last, dx: jnp.where(is_last, last, dx), dlast, dflow)
@@ -429,20 +265,11 @@ class Ticks:
 
             dflow, sums, dlooked_up = self._by_makeup(chunk, of_makeup, dflow, sums)
             if self.vocabulary is None:
-                sums = lax.cond(stage == 0, self._entered, lambda sums, *_: sums, sums, dflow.x, microbatch)
+                sums = lax.cond(stage == 0, self.ends.entered_back, lambda sums, *_: sums, sums, dflow.x, microbatch)
             return dflow, sums, dlooked_up
 
         dflow, sums, dlooked_up = lax.cond(number >= 0, compute, lambda *a: (*a, no_lookups), dflow, sums)
-        return dflow, self._looked_up_back_together(sums, dlooked_up, row)
-
-    def _entered(self, sums: Gradients, dx: jax.Array, microbatch: Tree) -> Gradients:
-        """The gradients of embedding and visual tokens; on the first stage.  A lookup needs no residuals."""
-
-        def enter(variables, visual):
-            return self.parts.enter(self._ends(variables), visual, microbatch)
-
-        dends, dvisual = jax.vjp(enter, self.variables, self.visual)[1](dx)
-        return sums._replace(ends=add(sums.ends, dends), visual=add(sums.visual, dvisual))
+        return dflow, self.ends.looked_up_back_together(sums, dlooked_up, row)
 
     def _layers_backward(
         self, units: tuple[Unit, ...], dflow: Flow, sums: Gradients, no_lookups: tuple[jax.Array, ...], pools: Tree,
@@ -461,7 +288,7 @@ class Ticks:
                 def place(visual, run=run, dx=dx):
                     return self.parts.add_feature(visual, jnp.zeros_like(dx), microbatch, run.unit.feature)
 
-                [dvisual] = jax.vjp(place, self.visual)[1](dx)
+                [dvisual] = jax.vjp(place, self.ends.visual)[1](dx)
                 sums = sums._replace(visual=add(sums.visual, dvisual))
             first, layer = self._first(run, chunk), self.first_layer_V[chunk] + run.offset.layer
             kind, size = run.unit.kind, run.unit.num_layers
@@ -478,11 +305,6 @@ class Ticks:
             sums = sums._replace(layers=dlayers)
         return Flow(dx, dahead), sums, dlooked_up
 
-    def _ends(self, variables: Tree | None = None) -> Tree:
-        """The decoder's parameters beside its layers, whole; as a function of what is differentiated."""
-        trained = self.variables if variables is None else variables
-        return whole(join(with_differentiable(self.ends.trainable, trained), self.ends.frozen))
-
     def _first(self, run: UnitRun, chunk: jax.Array) -> Place:
         """Where the first unit of a run lies among this rank's parameters."""
         of_all, of_kind = (self.first_places_V[name][chunk] for name in ("layers", run.unit.feed_forward))
@@ -490,10 +312,6 @@ class Ticks:
 
     def _weights(self, place: Place, kind: Kind) -> Weights:
         return Weights(*(take(tree, place, kind) for tree in self.layers))
-
-
-def zeros_like(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def _with_slot(pool: list[jax.Array], place: jax.Array, kept: list[jax.Array]) -> list[jax.Array]:
