@@ -3,12 +3,13 @@
 SHELL := /bin/bash
 VENV := .venv
 WORKDIR ?= runs/demo
-# For tests: options for pytest, such as ARGS="-k packing".
+# For tests: options for pytest, such as ARGS="-k packing", and how many processes share the files out.
 ARGS ?=
+JOBS ?= 2
 
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
-PYTEST := JAX_PLATFORMS=cpu $(RUN) -m pytest -q
+PYTEST := JAX_PLATFORMS=cpu $(RUN) -m pytest -q --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 # A stamp in .venv for each thing installed: older than the files that name its packages, it is installed again.
 INSTALLED := $(VENV)/.installed

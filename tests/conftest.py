@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ def pytest_configure(config):
     # GPU code too, so the folder that compiles for GPUs is left as it is.
     if not any("gpu_compile" in argument for argument in config.args):
         add_xla_flag("--xla_backend_optimization_level", 0)
+
+
+def pytest_collection_modifyitems(items):
+    """Files with many slow tests come first: at the end no process should be left alone with one of them."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_slow[item.path])
 
 
 @pytest.fixture(autouse=True, scope="module")

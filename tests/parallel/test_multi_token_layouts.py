@@ -57,11 +57,9 @@ def loss_config(config: Config, fused: bool = False) -> LossConfig:
 
 
 CASES = [
-    Case(Layout(1, tensor=2, data=2, micro_batch=3)),
     Case(Layout(1, tensor=2, data=4, sharding="optim_grads_params", sequence_parallel=True), fused=True),
     Case(Layout(1, data=2, sharding="optim", recompute=("uniform", 2)), experts=2),
-    # beside the loss, with it on a stage of no decoder layer, on a stage of their own, and two stages before the loss
-    Case(Layout(2, 2, tensor=2)),
+    # with the loss on a stage of no decoder layer, on a stage of their own, two stages before the loss, beside the loss
     Case(Layout(2, 1, tensor=2, data=2, sharding="optim_grads_params"), "Et*8|mmL", fused=True),
     Case(Layout(4, 2, data=2, recompute=("uniform", 1)), "Ett|t|t|tt|t|t|mm|L"),
     Case(Layout(4, 2, tensor=2, vocabulary_over_stages=True), "Ett|t|t|tt|t|tmm||L"),
