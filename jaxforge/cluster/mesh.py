@@ -16,6 +16,7 @@ from jaxforge.config.derived import encoder_tensor_parallel_size, expert_axis_si
 from jaxforge.config.errors import ConfigError
 from jaxforge.config.model_rules import divisors, one_of
 from jaxforge.config.schema import Config
+from jaxforge.words import counted
 
 AXES = ("stage", "replica", "expert", "context", "tensor_outer", "tensor_inner")
 STAGE, EXPERT = "stage", "expert"
@@ -199,7 +200,7 @@ def describe(mesh: jax.sharding.Mesh | np.ndarray, layout: MeshLayout) -> str:
     devices = _device_array(mesh)
     nodes = _nodes(devices)
     numbers = sorted(set(nodes.flat))
-    lines = [f"{_count(devices.size, 'device')} in {_count(len(numbers), 'node')}: {_sizes(layout)}"]
+    lines = [f"{counted(devices.size, 'device')} in {counted(len(numbers), 'node')}: {_sizes(layout)}"]
     if layout.tensor_outer > 1:
         lines.append(
             f"encoder tensor parallel {layout.tensor_inner}: encoder tensor rank = tensor rank modulo"
@@ -287,7 +288,3 @@ def _sizes(layout: MeshLayout) -> str:
     outer = dict(zip(MANUAL_AXES, layout.shape, strict=False))
     sizes = {**outer, "tensor": layout.tensor_parallel_size}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

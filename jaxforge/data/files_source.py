@@ -30,6 +30,7 @@ from jaxforge.data.packing import Document, pack_row
 from jaxforge.data.packing_plan import PackingPlan, document_order, plan_rows
 from jaxforge.data.rows import RowFormat
 from jaxforge.data.sample_files import SampleFiles
+from jaxforge.words import counted
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class FilesSource:
     def describe(self) -> str:
         """What was found, in a few lines."""
         lengths, plan, skipped = self.lengths, self.epoch_plan(0), self.skipped
-        files = f"{len(self.files.files)} file{'s' if len(self.files.files) > 1 else ''}"
+        files = counted(len(self.files.files), "file")
         lines = [
             f"{self.split} data: {len(self.files):,} samples in {files}, {len(lengths):,} documents,"
             f" {int(lengths.tokens_N.sum()):,} tokens; an epoch has {len(plan):,} rows,"

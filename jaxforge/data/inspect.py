@@ -24,6 +24,7 @@ from jaxforge.data.packing import pack_row
 from jaxforge.data.row_view import DocumentView, PixelScale, document_views
 from jaxforge.data.sources import RowSource, train_source
 from jaxforge.data.tokenizer import ByteTokenizer
+from jaxforge.words import counted
 
 _ROWS_SHOWN = 8
 _MOST_CHARACTERS = 1600
@@ -157,7 +158,7 @@ def _describe(view: DocumentView) -> str:
     time, height, width = view.last_positions
     positions = f"positions to {time}"
     if view.images:
-        images = f"{len(view.images)} image{'s' if len(view.images) > 1 else ''}"
+        images = counted(len(view.images), "image")
         return f"{view.num_tokens} tokens, {view.num_targets} learnt, {images}, {positions}, {height}, {width}"
     return f"{view.num_tokens} tokens, {view.num_targets} learnt, {positions}"
 

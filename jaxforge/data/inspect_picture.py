@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.row_view import DocumentView, ImageView, Span
+from jaxforge.words import counted
 
 # Inches.  Everything has a fixed place, so that nothing can lie over anything else.
 _WIDTH, _MARGIN, _GAP = 14.0, 0.3, 0.3
@@ -161,8 +162,7 @@ def _draw_images(page: _Page, top: float, images: Sequence[ImageView]) -> None:
         is_last = number == _IMAGES_SHOWN - 1 and more > 0
         # half of the images' width is 45 such letters
         height, across, _ = image.pixels_HWC.shape
-        plural = "s" if image.num_tokens > 1 else ""
-        caption = f"{number + 1}: {across}x{height} pixels, {image.num_tokens} token{plural}"
+        caption = f"{number + 1}: {across}x{height} pixels, {counted(image.num_tokens, 'token')}"
         caption += f"; {more} more" if is_last else ""
         page.text(x, y - 0.04, caption, size=6.5, color="#555555")
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxforge.config.schema import EncoderConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ImageView:
 
     def __str__(self) -> str:
         height, width, _ = self.pixels_HWC.shape
-        tokens = f"{self.num_tokens} token{'s' if self.num_tokens > 1 else ''}"
+        tokens = counted(self.num_tokens, "token")
         return f"{width}x{height} pixels, {self.grid[1]}x{self.grid[0]} patches, {tokens}"
 
 

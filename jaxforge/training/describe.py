@@ -17,6 +17,7 @@ from jaxforge.parallel.pipeline.choice import layer_order, num_parameters, pipel
 from jaxforge.parallel.pipeline.summary import describe_pipeline, describe_sizes
 from jaxforge.training.evaluation import Evaluation
 from jaxforge.training.program import Program, bytes_per_device
+from jaxforge.words import counted
 
 
 def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) -> str:
@@ -25,18 +26,26 @@ def describe_run(config: Config, mesh, layout: MeshLayout, microbatches: int) ->
     kind = "simulated CPU device" if train.simulated_devices else jax.devices()[0].device_kind
     return "\n".join(
         [
-            f"{mesh.size} x {kind} in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}:"
+            f"{mesh.size} x {kind} in {counted(jax.process_count(), 'process', 'es')}:"
             f" decoder TP {layout.tensor_parallel_size},"
             + (f" {describe_encoder(config)}," if config.model.encoder else "")
             + (f" {describe_sizes(pipeline, vocabulary_is_over_stages(config))}," if pipeline else "")
             + f" DP {layout.data_parallel_size}"
             + describe_experts(config),
             describe(mesh, layout),
-            f"{train.steps} steps of {train.global_batch_size} rows x {train.seq_length} tokens:"
-            f" {microbatches} microbatch{'es' if microbatches > 1 else ''} of {train.micro_batch_size}"
-            f" row{'s' if train.micro_batch_size > 1 else ''} on each data parallel rank",
+            f"{counted(train.steps, 'step')} of {describe_step(config, microbatches)}",
             *([describe_pipeline(pipeline, microbatches)] if pipeline else []),
         ]
+    )
+
+
+def describe_step(config: Config, microbatches: int) -> str:
+    """What a step reads, and in how many parts."""
+    train = config.train
+    return (
+        f"{counted(train.global_batch_size, 'row')} x {counted(train.seq_length, 'token')}:"
+        f" {counted(microbatches, 'microbatch', 'es')} of {counted(train.micro_batch_size, 'row')}"
+        " on each data parallel rank"
     )
 
 
@@ -49,7 +58,7 @@ def describe_experts(config: Config) -> str:
         where = ", the tensor group among them"
     elif config.parallel.tensor_model_parallel_size > 1:
         where = ", each cut over the tensor group"
-    return f", {config.model.decoder.num_experts} experts over {ranks} device{'s' if ranks > 1 else ''}{where}"
+    return f", {config.model.decoder.num_experts} experts over {counted(ranks, 'device')}{where}"
 
 
 def describe_encoder(config: Config) -> str:

@@ -34,7 +34,7 @@ from jaxforge.training.activation_costs import ActivationCost
 from jaxforge.training.advice import Change, changes_that_free_most
 from jaxforge.training.backends import attention_backend, compute_dtype, missing_libraries_as_config_errors
 from jaxforge.training.collectives import Collective, find_collectives
-from jaxforge.training.describe import describe_encoder, describe_experts
+from jaxforge.training.describe import describe_encoder, describe_experts, describe_step
 from jaxforge.training.flops import model_flops_per_step
 from jaxforge.training.memory_parts import MemoryParts, memory_parts
 from jaxforge.training.program import Program, build_program, bytes_while_running
@@ -205,7 +205,7 @@ def plan(
 
 def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: jax.sharding.Mesh) -> str:
     """What will be compiled for what, known before it is compiled."""
-    train, stages = config.train, pipeline_layout(config)
+    stages = pipeline_layout(config)
     microbatches = num_microbatches(config, cluster.num_devices)
     parts = [f"decoder TP {layout.tensor_parallel_size}"]
     if config.model.encoder is not None:
@@ -219,8 +219,7 @@ def describe_plan(config: Config, cluster: Topology, layout: MeshLayout, mesh: j
             f" ({cluster.hosts} x {cluster.gpus_per_host}): {', '.join(parts)}, DP {layout.data_parallel_size}"
             f"{describe_experts(config)},"
             f" {compute_dtype(config, 'gpu').name}, {attention_backend(config, 'gpu')} attention",
-            f"a step is {train.global_batch_size} rows x {train.seq_length} tokens: {microbatches} microbatches of"
-            f" {train.micro_batch_size} on each data parallel rank",
+            f"a step is {describe_step(config, microbatches)}",
             *([describe_pipeline(stages, microbatches)] if stages is not None else []),
             describe(mesh, layout) if crossing else "every axis stays inside a node",
         ]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxforge.words import counted
+
 
 class Stage(NamedTuple):
     """What one stage holds.  Decoder layers are `first_layer` and following, counted over the whole decoder."""
@@ -128,9 +130,9 @@ class PipelineLayout:
         """What each rank holds, chunks divided by `|`: a line per rank, for a person to read."""
         mtp = sum(self.num_mtp_layers_by_stage)
         lines = [
-            _count(self.num_layers, "decoder layer")
-            + (f" and {_count(mtp, 'MTP layer')}" if mtp else "")
-            + f" over {_count(self.pipeline_size, 'pipeline rank')}"
+            counted(self.num_layers, "decoder layer")
+            + (f" and {counted(mtp, 'MTP layer')}" if mtp else "")
+            + f" over {counted(self.pipeline_size, 'pipeline rank')}"
             + (f", {self.virtual_stages} chunks in each" if self.virtual_stages > 1 else "")
         ]
         width = len(str(self.pipeline_size - 1))
@@ -174,14 +176,10 @@ def _describe_stage(stage: Stage) -> str:
     held = [
         "embedding" if stage.has_embedding else "",
         layers if stage.num_layers else "",
-        _count(stage.num_mtp_layers, "MTP layer") if stage.num_mtp_layers else "",
+        counted(stage.num_mtp_layers, "MTP layer") if stage.num_mtp_layers else "",
         "loss" if stage.has_loss else "",
     ]
     return ", ".join(part for part in held if part) or "nothing"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from jaxforge.config.errors import ConfigError
 from jaxforge.parallel.pipeline.layout import PipelineLayout
+from jaxforge.words import counted
 
 FIELD = "parallel.pipeline_model_parallel_layout"
 
@@ -180,14 +181,14 @@ def _check_layers(
     missing = num_layers - len(placed)
     if not missing:
         return
-    rule = f"places {_count(len(placed), 'decoder layer')} (t), model.decoder.num_layers is {num_layers}"
+    rule = f"places {counted(len(placed), 'decoder layer')} (t), model.decoder.num_layers is {num_layers}"
     note = _missing(missing, "t")
     repeat = _largest_repeat(placed)
     if repeat is None:
         raise refuse((placed or symbols)[-1].position, rule, note)
     from_repeat = sum(symbol.repeat == repeat for symbol in placed)
     bars = sum(symbol.kind == "|" and symbol.repeat == repeat for symbol in symbols)
-    note = f"{_count(from_repeat, 'layer')} from this repeat; {note}"
+    note = f"{counted(from_repeat, 'layer')} from this repeat; {note}"
     more, rest = divmod(missing * repeat.times, from_repeat)
     stages_then = len(stages) + more * (bars // repeat.times)
     if rest == 0 and repeat.times + more > 0 and stages_then % pipeline_size == 0:
@@ -200,7 +201,7 @@ def _check_mtp_count(symbols: Sequence[_Symbol], mtp_num_layers: int, refuse: _R
     missing = mtp_num_layers - len(placed)
     if missing:
         note = _missing(missing, "m") + (" before L" if missing > 0 else "")
-        rule = f"places {_count(len(placed), 'MTP layer')} (m), model.decoder.mtp_num_layers is {mtp_num_layers}"
+        rule = f"places {counted(len(placed), 'MTP layer')} (m), model.decoder.mtp_num_layers is {mtp_num_layers}"
         raise refuse((placed or symbols)[-1].position, rule, note)
 
 
@@ -220,14 +221,14 @@ def _check_stage_count(symbols: Sequence[_Symbol], num_stages: int, pipeline_siz
     below = num_stages // pipeline_size * pipeline_size
     fitting = " or ".join(str(number) for number in (below, below + pipeline_size) if number)
     rule = (
-        f"has {_count(num_stages, 'stage')}, which parallel.pipeline_model_parallel_size={pipeline_size} does not"
+        f"has {counted(num_stages, 'stage')}, which parallel.pipeline_model_parallel_size={pipeline_size} does not"
         f" divide; write {fitting} stages"
     )
     bars = [symbol for symbol in symbols if symbol.kind == "|"]
     repeat = _largest_repeat(bars)
     if repeat:
         ended = sum(symbol.repeat == repeat for symbol in bars)
-        raise refuse(repeat.position, rule, f"{_count(ended, 'stage')} from this repeat")
+        raise refuse(repeat.position, rule, f"{counted(ended, 'stage')} from this repeat")
     raise refuse(
         (bars or symbols)[-1].position,
         rule,
@@ -265,7 +266,3 @@ def _missing(number: int, symbol: str) -> str:
     if number < 0:
         return f"{amount} {symbol} too many"
     return f"{amount} more {symbol} {'is' if number == 1 else 'are'} missing"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

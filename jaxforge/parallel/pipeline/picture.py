@@ -12,6 +12,7 @@ from matplotlib.figure import Figure  # without pyplot, which would change a not
 from matplotlib.patches import Rectangle
 
 from jaxforge.parallel.pipeline.schedule import Schedule
+from jaxforge.words import counted
 
 # Inches.  Everything has a fixed place, so that nothing can lie over anything else.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.8, 1.1, 0.75
@@ -71,7 +72,7 @@ def draw_schedule(schedule: Schedule, path: Path, memory: Sequence[MemoryBar] = 
 
 def _title(schedule: Schedule) -> str:
     ranks, microbatches = schedule.pipeline_size, schedule.num_microbatches
-    parts = [f"{ranks} rank{'s' * (ranks > 1)}", f"{microbatches} microbatch{'es' * (microbatches > 1)}"]
+    parts = [counted(ranks, "rank"), counted(microbatches, "microbatch", "es")]
     if schedule.virtual_stages > 1:
         parts.insert(1, f"{schedule.virtual_stages} chunks in each")
     return ("Interleaved 1F1B: " if schedule.virtual_stages > 1 else "1F1B: ") + ", ".join(parts)

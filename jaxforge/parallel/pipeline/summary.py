@@ -2,6 +2,7 @@
 
 from jaxforge.parallel.pipeline.layout import PipelineLayout
 from jaxforge.parallel.pipeline.schedule import Schedule, make_schedule
+from jaxforge.words import counted
 
 
 def schedule_of(layout: PipelineLayout, num_microbatches: int) -> Schedule:
@@ -22,7 +23,7 @@ def describe_pipeline(layout: PipelineLayout, num_microbatches: int) -> str:
     if num_microbatches < layout.pipeline_size:
         enough = schedule_of(layout, layout.pipeline_size)
         lines.append(
-            f"hint: {_count(num_microbatches, 'microbatch', 'es')} can't keep {layout.pipeline_size} pipeline ranks"
+            f"hint: {counted(num_microbatches, 'microbatch', 'es')} can't keep {layout.pipeline_size} pipeline ranks"
             f" busy; {layout.pipeline_size} would have a bubble of {enough.bubble_fraction:.1%}: raise"
             " train.global_batch_size or lower train.micro_batch_size"
         )
@@ -31,15 +32,11 @@ def describe_pipeline(layout: PipelineLayout, num_microbatches: int) -> str:
 
 def describe_schedule(ticks: int, bubble_fraction: float, max_chunks_in_flight: int) -> str:
     return (
-        f"schedule: {_count(ticks, 'tick', 's')}, bubble {bubble_fraction:.1%}, at most"
-        f" {_count(max_chunks_in_flight, 'chunk', 's')} in flight on a rank"
+        f"schedule: {counted(ticks, 'tick')}, bubble {bubble_fraction:.1%}, at most"
+        f" {counted(max_chunks_in_flight, 'chunk')} in flight on a rank"
     )
 
 
 def in_flight(schedule: Schedule) -> int:
     """The most chunks of any rank between their forward and their backward at a time."""
     return int(schedule.max_chunks_in_flight.max())
-
-
-def _count(number: int, noun: str, plural: str) -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
