@@ -1,5 +1,8 @@
-"""Runs JaxForge's commands as a user does: in a process of their own."""
+"""Runs JaxForge's commands as a user does: in a process of their own, or in this one where that doesn't matter."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import signal
@@ -7,6 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from jaxforge.config import command_line
 
 RECIPES = Path(__file__).parent / "recipes"
 TIMEOUT = 300
@@ -40,6 +48,20 @@ def run(command: str, *flags: str, **extra: str) -> tuple[int, str]:
             process.kill()
             raise
     return process.returncode, output
+
+
+def run_here(command: str, *flags: str) -> tuple[int, str]:
+    """As `run`, but in this process and on its eight devices: nothing is imported or started again."""
+    main = importlib.import_module(f"jaxforge.{command}").main
+    output = io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        mock.patch.object(sys, "argv", [command, *flags]),
+        pytest.raises(SystemExit) as end,
+    ):
+        command_line.run(main)
+    return end.value.code, output.getvalue()
 
 
 def rows(workdir: Path) -> list[dict]:

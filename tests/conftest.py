@@ -1,5 +1,6 @@
 """All tests run on eight simulated CPU devices, whatever the machine has."""
 
+import functools
 import gc
 import os
 from collections import Counter
@@ -53,3 +54,16 @@ def few_memory_maps(request):
                 function.cache_clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Runs of a module that have the same config share a program, which is traced and compiled once."""
+    from jaxforge.training import loop, program
+
+    build = functools.cache(program.build_program)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (loop, program):
+            patch.setattr(module, "build_program", build)
+        yield
+    build.cache_clear()

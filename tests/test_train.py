@@ -9,10 +9,12 @@ import socket
 
 import pytest
 import yaml
-from commands import RECIPES, end_at_step, losses, rows, run, start
+from commands import RECIPES, end_at_step, losses, rows, run, run_here, start
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 TEXT = f"--config={RECIPES / 'tiny_text.py'}"
-DIGITS = f"--config={RECIPES / 'tiny_digits.py'}"
+# of three layers, which two stages can share
+DIGITS = (f"--config={RECIPES / 'tiny_digits.py'}", "--config.model.decoder.num_layers=3")
 LONG = "--config.train.steps=400"
 
 CONTRACT = {
@@ -29,10 +31,10 @@ def unused_port():
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
+def whole_run(shared_programs, tmp_path_factory):
     """An uninterrupted run of 12 steps, saved at 5, 10 and 12: (workdir, what it printed)."""
     workdir = tmp_path_factory.mktemp("whole")
-    code, output = run("train", TEXT, f"--workdir={workdir}")
+    code, output = run_here("train", TEXT, f"--workdir={workdir}")
     assert code == 0, output
     return workdir, output
 
@@ -73,7 +75,7 @@ def test_the_run_directory_says_where_each_value_comes_from(whole_run):
 
 def test_the_same_command_again_has_nothing_to_do(whole_run):
     before = (whole_run[0] / "metrics.jsonl").read_text()
-    code, output = run("train", TEXT, f"--workdir={whole_run[0]}")
+    code, output = run_here("train", TEXT, f"--workdir={whole_run[0]}")
     assert code == 0
     assert "resuming from step 12" in output and "nothing to train" in output
     assert (whole_run[0] / "metrics.jsonl").read_text() == before
@@ -91,16 +93,16 @@ def resumed_from(step, whole_run, tmp_path):
 
 def test_a_resumed_run_repeats_the_rest_bit_for_bit(whole_run, tmp_path):
     copy = resumed_from(10, whole_run, tmp_path)
-    code, output = run("train", TEXT, f"--workdir={copy}")
+    code, output = run_here("train", TEXT, f"--workdir={copy}")
     assert code == 0 and "resuming from step 10" in output
     assert losses(copy) == losses(whole_run[0])
     assert [row["step"] for row in rows(copy)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_at_another_layout(whole_run, tmp_path):
     copy = resumed_from(10, whole_run, tmp_path)
-    flags = ["--config.parallel.tensor_model_parallel_size=1", "--config.train.simulated_devices=4"]
-    code, output = run("train", TEXT, f"--workdir={copy}", *flags)
+    code, output = run_here("train", TEXT, f"--workdir={copy}", "--config.parallel.tensor_model_parallel_size=1")
     assert code == 0 and "changed since: parallel.tensor_model_parallel_size: 2 -> 1" in output
     assert losses(copy)[11] == pytest.approx(losses(whole_run[0])[11], rel=1e-6)
 
@@ -108,40 +110,72 @@ def test_a_checkpoint_continues_at_another_layout(whole_run, tmp_path):
 def test_a_refused_command_changes_nothing_in_the_workdir(whole_run, tmp_path):
     copy = resumed_from(12, whole_run, tmp_path)
     before = {name: (copy / name).read_text() for name in ("config.yml", "metrics.jsonl")}
-    code, output = run("train", TEXT, f"--workdir={copy}", "--config.train.steps=8")
+    code, output = run_here("train", TEXT, f"--workdir={copy}", "--config.train.steps=8")
     assert code == 2 and "train.steps=8" in output and "holds step 12" in output and "Traceback" not in output
-    code, output = run("train", TEXT, f"--workdir={copy}", "--config.model.decoder.hidden_size=64")
+    code, output = run_here("train", TEXT, f"--workdir={copy}", "--config.model.decoder.hidden_size=64")
     assert code == 2 and "of another model" in output and "Traceback" not in output
     assert {name: (copy / name).read_text() for name in before} == before
     assert not (copy / "config.1.yml").exists()
 
 
-def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(whole_run, tmp_path):
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(whole_run, tmp_path, caplog):
     copy = resumed_from(12, whole_run, tmp_path)
     files = [path for path in (copy / "checkpoints" / "12" / "state").rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    code, output = run("train", TEXT, f"--workdir={copy}")
+    code, output = run_here("train", TEXT, f"--workdir={copy}")
     assert code == 0
-    assert "checkpoint of step 12 is damaged" in output and "resuming from step 10" in output
+    assert "checkpoint of step 12 is damaged" in caplog.text and "resuming from step 10" in output
     assert losses(copy) == losses(whole_run[0])
     assert (copy / "checkpoints" / "12.broken").is_dir()
 
 
-def test_a_run_killed_twice_ends_like_one_that_was_not(whole_run, tmp_path):
-    for step in (3, 8):
-        process = start("train", TEXT, f"--workdir={tmp_path}")
-        end_at_step(process, tmp_path, step, signal.SIGKILL)
-    code, _ = run("train", TEXT, f"--workdir={tmp_path}")
+def test_a_run_that_lost_its_checkpoints_begins_again_and_keeps_its_metrics_aside(whole_run, tmp_path):
+    copy = resumed_from(0, whole_run, tmp_path)
+    before = (copy / "metrics.jsonl").read_text()
+    code, output = run_here("train", TEXT, f"--workdir={copy}")
+    assert code == 0 and "starting at step 0" in output
+    assert losses(copy) == losses(whole_run[0])
+    assert (copy / "metrics.1.jsonl").read_text() == before
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    """A run killed at step 8: (workdir, its process, what a second run got there meanwhile)."""
+    workdir = tmp_path_factory.mktemp("killed")
+    with start("train", TEXT, f"--workdir={workdir}") as process:
+        try:
+            assert any(line == "compiling the train step\n" for line in process.stdout)
+            second = run_here("train", TEXT, f"--workdir={workdir}")
+            assert process.poll() is None
+            end_at_step(process, workdir, 8, signal.SIGKILL)
+        finally:
+            process.kill()
+    return workdir, process, second
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_workdir_is_refused(killed_run):
+    _, process, (code, output) = killed_run
+    assert code == 2
+    assert "is in use by process" in output and str(process.pid) in output and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_like_one_that_was_not(killed_run, whole_run):
+    # what is repeated was compiled in another process
+    workdir, process, _ = killed_run
+    assert process.returncode == -signal.SIGKILL
+    code, _ = run_here("train", TEXT, f"--workdir={workdir}")
     assert code == 0
-    assert losses(tmp_path) == losses(whole_run[0])
-    # the first kill came before the first checkpoint: its metrics are kept beside those of the run that began again
-    kept = (tmp_path / "metrics.1.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in kept][:3] == [1, 2, 3]
+    assert losses(workdir) == losses(whole_run[0])
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_well(tmp_path):
-    process = start("train", TEXT, f"--workdir={tmp_path}", LONG, "--config.checkpoint.save_every_steps=0")
+    one_device = ["--config.train.simulated_devices=1", "--config.parallel.tensor_model_parallel_size=1"]
+    flags = [*one_device, LONG, "--config.checkpoint.save_every_steps=0"]
+    process = start("train", TEXT, f"--workdir={tmp_path}", *flags)
     output = end_at_step(process, tmp_path, 3, signal.SIGTERM)
     assert process.returncode == 0, output
     last = rows(tmp_path)[-1]["step"]
@@ -149,23 +183,11 @@ def test_sigterm_saves_and_ends_well(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == [str(last)]
 
 
-def test_a_second_run_in_the_same_workdir_is_refused(tmp_path):
-    with start("train", TEXT, f"--workdir={tmp_path}", LONG) as first:
-        try:
-            while not rows(tmp_path):
-                assert first.poll() is None
-            code, output = run("train", TEXT, f"--workdir={tmp_path}")
-            assert first.poll() is None
-        finally:
-            first.kill()
-    assert code == 2
-    assert "is in use by process" in output and str(first.pid) in output and "Traceback" not in output
-
-
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rows(tmp_path):
     # the first update throws every weight to about 1e30, so that step 2 overflows
     rate = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.lr_warmup_iters=0"]
-    code, output = run("train", TEXT, f"--workdir={tmp_path}", *rate)
+    code, output = run_here("train", TEXT, f"--workdir={tmp_path}", *rate)
     assert code == 1
     assert "step 2: loss" in output and "rows 8 to 15 of the data" in output and "Traceback" not in output
     assert "train.max_skipped_steps=1" in output
@@ -176,7 +198,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rows(tmp_path
     [
         (["--config.train.stepz=3"], ["train has no field 'stepz'", "did you mean steps"]),
         (["--config.parallel.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3", "num_query_groups=2"]),
-        (["--config.train.simulated_devices=7"], ["7", "tensor_model_parallel_size=2"]),
         (["--config.parallel.context_parallel_size=2"], ["context parallelism", "isn't built yet"]),
         (["--config.parallel.pipeline_model_parallel_layout=Et|L"], ["pipeline_model_parallel_layout", "effect"]),
         (["--config.train.steps=many"], ["train.steps", "many"]),
@@ -187,11 +208,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rows(tmp_path
 )  # fmt: skip
 def test_bad_input_gets_one_message_and_exit_code_2(flags, words, tmp_path):
     workdir = [] if any(flag.startswith("--workdir") for flag in flags) else [f"--workdir={tmp_path}"]
-    code, output = run("train", TEXT, *workdir, *flags)
+    code, output = run_here("train", TEXT, *workdir, *flags)
     assert code == 2, output
     assert output.startswith("config error: ") and "Traceback" not in output
     for word in words:
         assert word in output
+
+
+def test_in_a_process_of_its_own_the_message_is_all_that_a_refused_run_prints(tmp_path):
+    code, output = run("train", TEXT, f"--workdir={tmp_path}", "--config.train.simulated_devices=7")
+    assert code == 2, output
+    assert output.startswith("config error: ") and output.count("\n") == 1
+    assert "7" in output and "tensor_model_parallel_size=2" in output
 
 
 def test_a_yaml_with_an_unknown_key_is_refused(tmp_path):
@@ -202,30 +230,38 @@ def test_a_yaml_with_an_unknown_key_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_evaluate_gives_the_accuracy_that_training_ended_with(tmp_path):
-    code, output = run("train", DIGITS, f"--workdir={tmp_path}")
+@pytest.fixture(scope="module")
+def digits_run(shared_programs, tmp_path_factory):
+    """Four steps on images, evaluated at the end: (workdir, what it printed)."""
+    workdir = tmp_path_factory.mktemp("digits")
+    code, output = run_here("train", *DIGITS, f"--workdir={workdir}")
     assert code == 0, output
-    last = rows(tmp_path)[-1]
+    return workdir, output
+
+
+@pytest.mark.slow
+def test_evaluate_gives_the_accuracy_that_training_ended_with(digits_run):
+    workdir, output = digits_run
+    last = rows(workdir)[-1]
     assert last["step"] == 4 and 0 <= last["eval/exact_match"] <= 1 and last["eval/target_tokens"] > 16
     in_training = next(line for line in output.splitlines() if "exact match" in line)
-    pictures = {path.name for path in (tmp_path / "pictures").iterdir()}
+    pictures = {path.name for path in (workdir / "pictures").iterdir()}
     assert pictures == {"loss.png", "throughput.png", "data_wait.png", "predictions.png"}
-    images = [row["images"] for row in rows(tmp_path) if "images" in row]
+    images = [row["images"] for row in rows(workdir) if "images" in row]
     assert all(count > 0 for count in images)
 
-    code, output = run("evaluate", DIGITS, f"--workdir={tmp_path}")
+    code, output = run_here("evaluate", *DIGITS, f"--workdir={workdir}")
     assert code == 0
     assert output.splitlines()[-1] == in_training
 
 
 def in_two_processes(port: int, *flags: str) -> list[str]:
-    """A run of two processes of four devices each: what they printed."""
+    """A run of two processes of two devices each: what they printed."""
     processes = [
         start(
             "train",
             *flags,
-            "--config.train.simulated_devices=4",
+            "--config.train.simulated_devices=2",
             JAXFORGE_COORDINATOR=f"127.0.0.1:{port}",
             JAXFORGE_NUM_PROCESSES="2",
             JAXFORGE_PROCESS_ID=str(rank),
@@ -241,9 +277,10 @@ def in_two_processes(port: int, *flags: str) -> list[str]:
     return outputs
 
 
-def test_two_processes_of_four_devices_train_like_one_of_eight(whole_run, tmp_path, unused_port):
+@pytest.mark.slow
+def test_two_processes_train_like_one(whole_run, tmp_path, unused_port):
     outputs = in_two_processes(unused_port, TEXT, f"--workdir={tmp_path}")
-    assert "8 x simulated CPU device in 2 processes" in outputs[0]
+    assert "4 x simulated CPU device in 2 processes" in outputs[0]
     alone, together = losses(whole_run[0]), losses(tmp_path)
     assert alone.keys() == together.keys()
     for step, loss in alone.items():
@@ -251,23 +288,22 @@ def test_two_processes_of_four_devices_train_like_one_of_eight(whole_run, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_a_pipeline_and_its_images_train_like_one(tmp_path, unused_port):
+def test_two_processes_that_share_a_pipeline_and_its_images_train_like_one(digits_run, tmp_path, unused_port):
     # a stage in each process: the images of a row are encoded in both
     flags = [
-        DIGITS,
-        "--config.model.decoder.num_layers=3",
         "--config.parallel.pipeline_model_parallel_size=2",
         "--config.parallel.pipeline_model_parallel_layout=Et|ttL",
         "--config.parallel.enable_full_hetero_dp=true",
-        "--config.train.steps=3",
+        "--config.logging.pictures=false",
     ]
-    code, output = run("train", *flags, f"--workdir={tmp_path / 'one'}")
-    assert code == 0, output
-    in_two_processes(unused_port, *flags, f"--workdir={tmp_path / 'two'}")
-    alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert alone.keys() == together.keys() == {1, 2, 3}
+    in_two_processes(unused_port, *DIGITS, *flags, f"--workdir={tmp_path}")
+    alone, together = losses(digits_run[0]), losses(tmp_path)
+    assert alone.keys() == together.keys() == {1, 2, 3, 4}
     for step, loss in alone.items():
         assert together[step] == pytest.approx(loss, rel=1e-6)
+    alone, together = rows(digits_run[0])[-1], rows(tmp_path)[-1]
+    assert together["eval/loss"] == pytest.approx(alone["eval/loss"], rel=1e-6)
+    assert together["eval/exact_match"] == alone["eval/exact_match"]
 
 
 def test_metrics_are_plain_json(whole_run):

@@ -1,6 +1,6 @@
 """From samples to tokens, masks and visual tokens.
 
-Ids are those of tests/data/small_tokenizer.py: a byte is its value.  Expected ids around media are what
+Ids are those of tests/small_tokenizer.py: a byte is its value.  Expected ids around media are what
 `replace_image_token` and `replace_video_token` of the Qwen2.5-VL and Qwen3-VL processors (transformers 5.24) give with
 the same tokenizer.
 """

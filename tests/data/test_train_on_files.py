@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import RECIPES, rows, run
+from commands import RECIPES, rows, run_here
 from sft_files import BROKEN, write_conversations
 from small_tokenizer import qwen_folder
 from word_encoder import write_texts
@@ -12,6 +12,8 @@ import jaxforge
 from jaxforge.config import load_config
 
 RECIPE = RECIPES / "tiny_conversations.py"
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_file_with_broken_lines_trains_to_its_end_and_the_counts_are_reported(folder, tmp_path):
-    code, output = run("train", f"--config={RECIPE}:{folder}", f"--workdir={tmp_path}")
+    code, output = run_here("train", f"--config={RECIPE}:{folder}", f"--workdir={tmp_path}")
     assert code == 0, output
     # 20 broken lines, four of each kind; half a JPEG is found when it is decoded
     assert "2,000 samples in 1 file" in output
@@ -41,20 +43,21 @@ def test_a_file_with_broken_lines_trains_to_its_end_and_the_counts_are_reported(
     assert found[-1]["loss"] < found[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_that_its_files_changed_and_that_it_is_evaluated_on_them(tmp_path, capsys):
-    def output_of_run(texts, steps):
+    def output_of_run(texts):
         path = write_texts(tmp_path / "a.jsonl", texts)
         overrides = (f"data.path={path}", f"data.eval_path={path}", f"data.tokenizer={qwen_folder(tmp_path / 'qwen')}",
-                     f"data.cache_dir={tmp_path}", "model.decoder.vocab_size=300", f"train.steps={steps}",
+                     f"data.cache_dir={tmp_path}", "model.decoder.vocab_size=300", "train.steps=1",
                      "optimizer.lr_warmup_iters=0")  # fmt: skip
         jaxforge.train(load_config(RECIPES / "tiny_text.py", overrides), tmp_path / "run")
         return capsys.readouterr().out
 
     texts = [f"the text of number {number}" for number in range(30)]
-    assert f"data.eval_path has {tmp_path / 'a.jsonl'}, which data.path has too" in output_of_run(texts, 1)
-    output = output_of_run(texts, 2)
+    assert f"data.eval_path has {tmp_path / 'a.jsonl'}, which data.path has too" in output_of_run(texts)
+    output = output_of_run(texts)
     assert "resuming from step 1" in output and "the documents that data.path gives" not in output
-    assert "changed since: the documents that data.path gives" in output_of_run(texts[1:], 3)
+    assert "changed since: the documents that data.path gives" in output_of_run(texts[1:])
 
 
 def test_strict_stops_at_the_first_broken_line(folder, tmp_path):
@@ -63,7 +66,8 @@ def test_strict_stops_at_the_first_broken_line(folder, tmp_path):
         for number, line in enumerate((folder / "train.jsonl").read_text().splitlines(), start=1)
         if not _is_whole(line)
     )
-    code, output = run("train", f"--config={RECIPE}:{folder}", f"--workdir={tmp_path}", "--config.data.strict=true")
+    flags = [f"--config={RECIPE}:{folder}", f"--workdir={tmp_path}", "--config.data.strict=true"]
+    code, output = run_here("train", *flags)
     assert code == 2
     assert f"config error: {folder / 'train.jsonl'}:{first}: " in output and "Traceback" not in output
     assert not rows(tmp_path)

@@ -12,16 +12,21 @@ from hf_folders import assert_same_bits, tensors_of
 from tiny_models import microbatches, rows_of_many_kinds, tiny_config
 
 import jaxforge
+from jaxforge.checkpoint import CheckpointManager
 from jaxforge.checkpoint.arrays import flatten
+from jaxforge.checkpoint.stored import LAYER_ORDER, described_order
 from jaxforge.cluster.mesh import MeshLayout, build_mesh
 from jaxforge.config import load_config
 from jaxforge.config.schema import AdapterConfig, LoraConfig, MemoryConfig
 from jaxforge.data.batches import BatchLayout
 from jaxforge.optim import streaming
 from jaxforge.optim.host_memory import is_in_host_memory
+from jaxforge.parallel.pipeline.choice import layer_order
 from jaxforge.training.program import build_program, bytes_per_device
+from jaxforge.training.state import restored_state
 
 ON_HOST = MemoryConfig(optimizer_cpu_offload=True)
+MOST_ON_HOST = MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.9)
 HALF_ON_HOST = MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 
 
@@ -122,8 +127,8 @@ def test_adapters_and_a_table_in_a_pipeline_train_to_the_same_bits():
 
 
 OFFLOADED = ("memory.optimizer_cpu_offload=true", "memory.optimizer_offload_fraction=0.9")
-RUN = ("checkpoint.save_every_steps=2", "checkpoint.export_hf_every_steps=2", "optimizer.lr_decay_iters=4",
-       "parallel.data_parallel_sharding_strategy=optim_grads")  # fmt: skip
+RUN = ("checkpoint.save_every_steps=2", "checkpoint.keep=3", "checkpoint.export_hf_every_steps=2",
+       "optimizer.lr_decay_iters=6", "parallel.data_parallel_sharding_strategy=optim_grads")  # fmt: skip
 
 
 def train(workdir, steps, *overrides):
@@ -131,36 +136,64 @@ def train(workdir, steps, *overrides):
     return jaxforge.train(load_config(RECIPES / "tiny_text.py", overrides), workdir)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The run directory of four steps with everything on the device."""
-    workdir = tmp_path_factory.mktemp("plain")
-    train(workdir, 4)
-    return workdir
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first, second", [((), OFFLOADED), (OFFLOADED, ())], ids=["to the host", "from the host"])
-def test_a_run_goes_on_where_its_optimizer_lies_elsewhere(plain, tmp_path, capsys, first, second):
-    changed = tmp_path / "changed"
-    train(changed, 2, *first)
-    result = train(changed, 4, *second)
-    assert "changed since: memory.optimizer_cpu_offload" in capsys.readouterr().out
-    assert any(is_in_host_memory(leaf) for leaf in jax.tree.leaves(result.state)) == bool(second)
-    for one, other in zip(rows(changed), rows(plain), strict=True):
-        for name in ("loss", "grad_norm", "learning_rate"):
+def test_a_run_goes_on_where_its_optimizer_lies_elsewhere(tmp_path, capsys):
+    plain, changed = tmp_path / "plain", tmp_path / "changed"
+    train(plain, 6)
+    shutil.copytree(plain / "checkpoints" / "2", changed / "checkpoints" / "2")
+    for steps, overrides in ((4, OFFLOADED), (6, ())):  # to the host, and from there
+        capsys.readouterr()
+        result = train(changed, steps, *overrides)
+        output = capsys.readouterr().out
+        assert f"resuming from step {steps - 2}" in output and "changed since: memory.optimizer_cpu_offload" in output
+        assert any(is_in_host_memory(leaf) for leaf in jax.tree.leaves(result.state)) == bool(overrides)
+        assert_same_bits(tensors_of(changed / "hf" / str(steps)), tensors_of(plain / "hf" / str(steps)))
+    for one, other in zip(rows(changed), rows(plain)[2:], strict=True):
+        for name in ("step", "loss", "grad_norm", "learning_rate"):
             assert one[name] == other[name]
-    for step in ("2", "4"):
-        assert_same_bits(tensors_of(changed / "hf" / step), tensors_of(plain / "hf" / step))
 
 
-@pytest.mark.slow
+# Of two layouts of a pipeline, the layer in each place of a stack, by hand; unused places are -1.
+PLACES = {"Ettt|tL": (0, 1, 2, 3, -1, -1), "Et|tttL": (0, -1, -1, 1, 2, 3)}
+
+
 def test_layers_of_a_checkpoint_go_to_other_places_in_host_memory(tmp_path):
-    pipeline = ("parallel.tensor_model_parallel_size=1", "model.decoder.num_layers=4",
-                "parallel.pipeline_model_parallel_size=2", *OFFLOADED)  # fmt: skip
-    train(tmp_path, 2, *pipeline, "parallel.pipeline_model_parallel_layout=Ettt|tL")
-    before = shutil.move(tmp_path / "hf" / "2", tmp_path / "before")
-    # all its steps are done: the run restores, and exports what it has restored
-    result = train(tmp_path, 2, *pipeline, "parallel.pipeline_model_parallel_layout=Et|tttL")
-    assert is_in_host_memory(result.state["trainable"]["decoder"]["layers"]["mlp"]["up_DF"])
-    assert_same_bits(tensors_of(tmp_path / "hf" / "2"), tensors_of(before))
+    def run(layout):
+        config = tiny_config(
+            None,
+            decoder_changes=dict(num_layers=4),
+            parallel=dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout),
+        )
+        config = dataclasses.replace(config, memory=MOST_ON_HOST)
+        manager = CheckpointManager(tmp_path / "checkpoints", keep=3, save_every_steps=1)
+        return config, program_of(config, 2), manager
+
+    def by_path(tree):
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    config, program, manager = run("Ettt|tL")
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda shape: jax.device_put((99 * rng.normal(size=shape.shape)).astype(shape.dtype), shape.sharding),
+        program.abstract_state,
+    )
+    order = {LAYER_ORDER: described_order(layer_order(config))}
+    manager.save(3, state, {"config": dataclasses.asdict(config)} | order)
+    manager.close()
+
+    config, program, manager = run("Et|tttL")
+    step, restored, _ = restored_state(config, program, manager)
+    manager.close()
+    assert step == 3
+    assert is_in_host_memory(restored["trainable"]["decoder"]["layers"]["mlp"]["up_DF"])
+    assert where(restored["trainable"]) == where(program.abstract_state["trainable"])
+    saved, found = by_path(state), by_path(restored)
+    assert saved.keys() == found.keys()
+    for path in saved:
+        before, after = np.asarray(saved[path]), np.asarray(found[path])
+        if "layers" in path:
+            before, after = (
+                array[[places.index(layer) for layer in range(4)]]
+                for array, places in zip((before, after), PLACES.values(), strict=True)
+            )
+        np.testing.assert_array_equal(after, before, err_msg=path)
