@@ -56,15 +56,18 @@ def loss_config(config: Config, fused: bool = False) -> LossConfig:
     return dataclasses.replace(config.loss, mtp_loss_scaling_factor=FACTOR, cross_entropy_loss_fusion=fused)
 
 
+# Beside the loss where no decoder layer is, on a stage of their own, two stages before the loss, and one before it.
+OWN_STAGE = Case(Layout(4, 2, data=2, recompute=("uniform", 1)), "Ett|t|t|tt|t|t|mm|L")
+PIPELINES = [
+    Case(Layout(2, 1, tensor=2, data=2, sharding="optim_grads_params"), "Et*8|mmL", fused=True),
+    OWN_STAGE,
+    Case(Layout(4, 2, tensor=2, vocabulary_over_stages=True), "Ett|t|t|tt|t|tmm||L"),
+    Case(Layout(2, 2, data=2, vocabulary_over_stages=True), "Et|t*5|ttmm|L", experts=2, fused=True),
+]
 CASES = [
     Case(Layout(1, tensor=2, data=4, sharding="optim_grads_params", sequence_parallel=True), fused=True),
     Case(Layout(1, data=2, sharding="optim", recompute=("uniform", 2)), experts=2),
-    # with the loss on a stage of no decoder layer, on a stage of their own, two stages before the loss, beside the loss
-    Case(Layout(2, 1, tensor=2, data=2, sharding="optim_grads_params"), "Et*8|mmL", fused=True),
-    Case(Layout(4, 2, data=2, recompute=("uniform", 1)), "Ett|t|t|tt|t|t|mm|L"),
-    Case(Layout(4, 2, tensor=2, vocabulary_over_stages=True), "Ett|t|t|tt|t|tmm||L"),
-    Case(Layout(2, 2, data=2, vocabulary_over_stages=True), "Et|t*5|ttmm|L", experts=2, fused=True),
-    Case(Layout(4, 1, sharding="optim", data=2), "E|t*4|t*4|mmL", experts=2),
+    *PIPELINES,
 ]
 
 
@@ -203,7 +206,7 @@ def test_depths_are_sharded_each_by_itself(sharding):
 def test_scores_pass_over_them():
     parameters, rows, _, _ = problem(False)
     expected_loss, expected_RS = model_function(text_config(decoder_changes=changes(False)), "score")(parameters, rows)
-    case = CASES[5]
+    case = OWN_STAGE
     config = case.config()
     program = case.layout.program(config)
     placed, batch = case.layout.arguments(program, config, parameters, rows)
@@ -213,7 +216,7 @@ def test_scores_pass_over_them():
     np.testing.assert_array_equal(np.asarray(tokens_MBS).reshape(expected_RS.shape), expected_RS)
 
 
-@pytest.mark.parametrize("case", CASES[4:8], ids=lambda case: case.stages)
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.stages)
 def test_a_pipeline_in_bfloat16_has_places_for_all_that_is_kept(case):
     config = case.config()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype="bfloat16"))
