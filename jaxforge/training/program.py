@@ -307,8 +307,8 @@ def build_program(config: Config, mesh: Mesh, platform: str) -> Program:
         refuse_a_size_that_nothing_reaches(config, costs())
 
     exchanges = exchange_options(config, mesh, platform)
-    # compiling these well would take longer than they run; on CPU level 1 takes half as long again as 0
-    runs_once = {"xla_backend_optimization_level": 0 if platform == "cpu" else 1}
+    # compiling these well would take longer than they run
+    runs_once = {"xla_backend_optimization_level": 1}
     run_from_parts = jax.jit(
         lambda movers, others, seed: initial_state_from(join(movers, others), seed),
         donate_argnums=1,
